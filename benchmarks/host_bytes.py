@@ -41,14 +41,13 @@ def loop(model: nn.Module, optimizer: Any) -> Any:
     return step
 
 
-def by_noria(
-    resident: _resident.Resident, num_layers: int, dtype: torch.dtype | None, draft_memory: int | str = 0
-) -> None:
+def by_noria(resident: _resident.Resident, num_layers: int, dtype: torch.dtype | None, **policy: Any) -> None:
     model = _resident.model_of(num_layers)
     num_elements = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with on_machine(hostility={"seed": 1, "poison": True}):  # the window's range is written at once, so that it counts
-        noria.wrap(model, optimizer, device="cpu", window=3, dtype=dtype, kernel="fused", draft_memory=draft_memory)
+        policy = {"draft_memory": 0} | policy
+        noria.wrap(model, optimizer, device="cpu", window=3, dtype=dtype, kernel="fused", **policy)
 
     def device_bytes() -> dict[str, int]:
         window = sum(row.taken for row in noria.report(model).ledger if row.place == "cpu")
@@ -95,7 +94,13 @@ def by_torch_with_masters(resident: _resident.Resident, num_layers: int) -> None
 
 WAYS = {
     "noria, bf16": lambda resident, layers: by_noria(resident, layers, torch.bfloat16),
-    "noria, bf16, all units drafted": lambda resident, layers: by_noria(resident, layers, torch.bfloat16, "2GiB"),
+    "noria, bf16, all units drafted": lambda resident, layers: by_noria(
+        resident, layers, torch.bfloat16, draft_memory="2GiB"
+    ),
+    "noria backward, bf16": lambda resident, layers: by_noria(resident, layers, torch.bfloat16, update="backward"),
+    "noria backward, bf16, 8-bit moments": lambda resident, layers: by_noria(
+        resident, layers, torch.bfloat16, update="backward", state_dtype="8bit"
+    ),
     "noria, fp32": lambda resident, layers: by_noria(resident, layers, None),
     "torch, bf16 and fp32 masters": by_torch_with_masters,
     "torch, fp32": by_torch,

@@ -158,6 +158,7 @@ def main() -> int:
     began = _common.hardware()
     names = args.systems
     refused = reasons(names)
+    question = "largest" if len(names) > 1 else f"largest_{names[0].lower().replace(' ', '_')}"
     attempts: dict[str, Any] = {}
     samples = {"attempts": attempts, "refused": refused}
     settings = {
@@ -172,7 +173,7 @@ def main() -> int:
     }
 
     def written() -> str:
-        path = _common.Result("largest", samples, summary_of(attempts), settings).write(args, began)
+        path = _common.Result(question, samples, summary_of(attempts), settings).write(args, began)
         page = markdown(json.loads(path.read_text()))
         path.with_suffix(".md").write_text(page)
         return page

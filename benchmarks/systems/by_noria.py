@@ -15,6 +15,7 @@ class Noria(PlainLoop):
     update = "auto"
     draft_memory: int | str = "auto"
     keeps = "keep"
+    state_dtype = "fp32"
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -29,6 +30,7 @@ class Noria(PlainLoop):
             "update": self.update,
             "draft_memory": self.draft_memory,
             "activations": self.keeps,
+            "state_dtype": self.state_dtype,
             "max_grad_norm": task.clip if task.clip and self.clips and not self.calls_clip else None,
         }
         noria.wrap(self.model, self.optimizer, **self.policy)
@@ -94,3 +96,9 @@ class NoriaBackward(Noria):
         loss = self.model(inputs, targets)[1]
         (loss / count).backward()
         return loss.detach()
+
+
+class NoriaBackward8Bit(NoriaBackward):
+    """The least host memory: as `NoriaBackward`, with moments of 8 bits."""
+
+    state_dtype = "8bit"
