@@ -92,6 +92,7 @@ def test_micro_batches_are_parts_of_the_same_step(task):
         Task(**{**vars(task), "micro_batches": 3}).batches(1024, 7)
 
 
+@pytest.mark.rest
 def test_systems_take_turns_at_the_same_steps_and_the_pages_are_made_of_the_result(task, own_folder, monkeypatch):
     out = own_folder / "result.json"
     words = ["--systems", "plain,noria,noria max", "--model", "gpt-3m", "--tokens-per-step", "64,128", "--steps", "8"]

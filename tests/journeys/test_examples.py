@@ -141,7 +141,13 @@ def test_the_demo_fails_when_fewer_units_are_fetched_than_planned(run, tmp_path,
     assert re.search(r"NO   \d+ fetches in 5 steps", printed)
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16 --gradient-checkpointing"], ids=["fp32", "bf16 and checkpointing"])
+FLAGS = [
+    pytest.param("", id="fp32", marks=pytest.mark.rest),
+    pytest.param("--bf16 --gradient-checkpointing", id="bf16 and checkpointing"),
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
 def test_a_finetuning_run_that_is_resumed_ends_with_the_same_bits(run, tmp_path, flags):
     config, text = tmp_path / "config.json", tmp_path / "text.txt"
     config.write_text(json.dumps(TINY_LLAMA))

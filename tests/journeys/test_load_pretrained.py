@@ -628,7 +628,7 @@ def growth(large: tuple[Path, list[str]], how: str, **settings: Any) -> tuple[in
 @pytest.mark.parametrize(
     ("bfloat16", "trains"),
     [
-        (False, False),
+        pytest.param(False, False, marks=pytest.mark.rest),
         pytest.param(True, True, marks=pytest.mark.long),
         pytest.param(False, True, marks=pytest.mark.long),
     ],
