@@ -54,15 +54,19 @@ class Memory:
     def renew(self) -> None:
         """Gives moments the spread that they have in training. With the same gradient at each turn they would settle,
         and a draft would have no exceptions."""
+        for name, mean, spread in (("m", 0.0, 2.5e-4), ("m of sgd_momentum", 0.0, 2.3e-3), ("v", 1e-6, 1e-7)):
+            self.own[name].normal_(std=spread).add_(mean)
         for name in "mv":
-            self.own[name].normal_(std=2.5e-4 if name == "m" else 1e-7).add_(0.0 if name == "m" else 1e-6)
+            self.own[f"{name} bf16"].copy_(self.own[name].bfloat16().view(torch.int16))
+            arrays = (self.own[each].data_ptr() for each in (name, f"{name} 8bit", f"{name}_scales"))
+            _C.encode_moment(*arrays, self.count, is_first=name == "m")
 
     def _arrays(self) -> dict[str, torch.Tensor]:
         halves = {"working": self._halves(), "low": self._halves()}
         reduced = {f"{name} bf16": self._halves() for name in "mv"}
         reduced |= {f"{name} 8bit": self._tensor(torch.uint8, 64) for name in "mv"}
         reduced |= {f"{name}_scales": self._floats(-(-self.count // _C.STATE_BLOCK)) for name in "mv"}
-        return halves | {name: self._floats() for name in ("master", "m", "v")} | reduced
+        return halves | {name: self._floats() for name in ("master", "m", "m of sgd_momentum", "v")} | reduced
 
     def _tensor(self, dtype: torch.dtype, value: Any, count: int = 0) -> torch.Tensor:
         count = count or self.count
@@ -82,7 +86,9 @@ class Memory:
 
         def addresses(arrays: dict[str, torch.Tensor]) -> Any:
             found = {name: arrays[name].data_ptr() for name in masters}
-            found |= {name: arrays[name if state == "fp32" else f"{name} {state}"].data_ptr() for name in moments}
+            for name in moments:
+                kind = "" if state == "fp32" else f" {state}"
+                found[name] = arrays[f"{name}{' of sgd_momentum' if rule == 'sgd_momentum' else kind}"].data_ptr()
             if state == "8bit":
                 found |= {f"{name}_scales": arrays[f"{name}_scales"].data_ptr() for name in moments}
             return _C.UnitArrays(**found, state=state)
