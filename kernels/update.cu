@@ -1,7 +1,7 @@
 // Defines the kernels that update weights and add up squares of gradients on a GPU, from the formulas in csrc/optim.
 //
 // The file is compiled twice. One build flushes denormals (NORIA_FLUSHES is 1: AdamW, Adam, SGD). The other keeps them
-// (0: Lion, sums). See csrc/optim/update.h, Note [Same bits everywhere]. Apart from that all operations follow IEEE
+// (0: Lion, sums). See csrc/optim/update.h, Note [Denormals]. Apart from that all operations follow IEEE
 // 754: no contraction, exact division and square root. Scaling a gradient before the rule always keeps denormals. So
 // these products and quotients are written in PTX.
 //

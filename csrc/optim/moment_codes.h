@@ -19,7 +19,8 @@ namespace noria {
 void encode_moment(const float* values, std::uint8_t* codes, float* scales, std::size_t count, bool is_first);
 void decode_moment(const std::uint8_t* codes, const float* scales, float* values, std::size_t count, bool is_first);
 
-/// Returns where the random bits of an element begin, and of those behind it. `element`: its number; see UpdatePiece.
+/// Returns the number that the random bits of this element, and of those behind it, are made of. `element`: its own
+/// number; see UpdatePiece.
 Rounding first_random(std::uint32_t key, std::uint64_t element);
 
 }  // namespace noria

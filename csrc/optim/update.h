@@ -20,7 +20,7 @@
 // x86 flushes a result that is a denormal after rounding, ARM one that was a denormal before. So a product just below
 // 2^-126, which rounds up to it, is 2^-126 on x86 and 0 on ARM. Sums of floats that small are exact, so they are the
 // same. On machines other than x86, products are computed twice. The second time they are 2^64 times as large, and show
-// how they round. GPUs do so, too: this is right however they flush. It has not run on a GPU.
+// how they round. Kernels for GPUs compute them twice, too, which is right however a GPU flushes.
 //
 // Note [State formats]. Moments are floats, bf16, or codes of 8 bits with one fp32 scale for each block of 256
 // elements. The rule computes with floats, and p moves by moments that are not rounded yet. Rounding is stochastic and

@@ -76,7 +76,7 @@ class HostMemory:
     `updated`: bytes that updates read and write. For AdamW with fp32 moments and a bfloat16 model these are 26 for each
     parameter. `copied`: bytes between home and device, in both directions. On "cpu" they count twice, because the host
     both reads and writes them. Neither counts traffic between ranks, nor the memory that layers use on "cpu".
-    `parameters`: how many trained elements have their home here.
+    `parameters`: how many trained elements have their home on this rank.
     """
 
     updated: float
@@ -88,9 +88,9 @@ class HostMemory:
     def bytes_per_parameter(self) -> float:
         """Returns the bytes of a step for each trained parameter.
 
-        For AdamW, a bfloat16 model and a device that is not the CPU this is at most 32. The update takes 26, and each
-        of two fetches and a drain takes 2. With `state_dtype="8bit"` the update takes 14.06. Drafts add 1. Frozen
-        weights and accumulation add more.
+        AdamW with a bfloat16 model and a device that is not the CPU moves at most 32. The update moves 26, and each of
+        two fetches and a drain moves 2. With `state_dtype="8bit"` the update moves 14.06. Drafts add 1. Frozen weights
+        and accumulation add more.
         """
         return (self.updated + self.copied) / max(self.parameters, 1)
 

@@ -4,7 +4,7 @@
 //     update_vectors compare FILE [SET]    does each instruction set (or SET) make the same? One line for each.
 //
 // Each case is a rule, a master and a format of moments. The samples are all combinations of special values as p, m, v
-// and gradient, random bits, and edges: an operation of the rule makes a result just below 2^-126 of them. See
+// and gradient, random bits, and edges: values for which an operation of the rule gives a result just below 2^-126. See
 // csrc/optim/update.h, Note [Denormals]. Each case is updated, drafted and undone. A NaN is like any other NaN.
 #include <array>
 #include <bit>
@@ -110,7 +110,8 @@ class Samples {
       all.push_back({p, m, v, g});
     }
     add_edges();
-    // Blocks whose gradients are so small that a moment's smallest code counts: one for first moments, one for second.
+    // Blocks whose gradients are so small that a moment's smallest code counts: four for first moments, four for
+    // second.
     all.resize((all.size() + kStateBlock - 1) / kStateBlock * kStateBlock, Sample{});
     all.resize(all.size() + 4 * kStateBlock, {0.0f, 0.0f, 0.0f, 5 * kSmallest});
     all.resize(all.size() + 4 * kStateBlock, {0.0f, 0.0f, 0.0f, 0x1p-60f});
@@ -386,7 +387,7 @@ UpdateHyper hyper_of(float factor) {
   return hyper;
 }
 
-// Throws if an operation of a rule has no edge.
+// Throws if an operation of a rule has no edge among the samples, as fp32.
 std::vector<Vector> made() {
   std::vector<Vector> vectors;
   for (int number = 0; number < kNumRules; ++number) {
