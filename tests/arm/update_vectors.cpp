@@ -21,6 +21,7 @@
 
 #include "base/errors.h"
 #include "optim/moment_codes.h"
+#include "optim/split_master.h"
 #include "optim/update.h"
 
 namespace noria {
@@ -225,10 +226,8 @@ void make_codes(Array<std::uint8_t>& codes, Array<float>& scales, std::size_t co
 Arrays made_of(const std::vector<Sample>& samples, const Case& one) {
   Arrays arrays;
   for (const Sample& sample : samples) {
-    const auto bits = std::bit_cast<std::uint32_t>(sample.p);
     if (one.is_split) {
-      arrays.working.push_back(static_cast<std::uint16_t>((bits + 0x8000u) >> 16));
-      arrays.low.push_back(static_cast<std::uint16_t>(bits));
+      split_master(&sample.p, &arrays.working.emplace_back(), &arrays.low.emplace_back(), 1);
     } else {
       arrays.master.push_back(sample.p);
     }
@@ -274,25 +273,29 @@ std::size_t num_different(const Arrays& a, const Arrays& b) {
 
 // ---- files ---------------------------------------------------------------------------------------------------------
 
-void write(std::ostream& file, const Arrays& arrays);
+template <class Value>
+void write_one(std::ostream& file, const Value& value) {
+  file.write(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+template <class Value>
+void read_one(std::istream& file, Value& value) {
+  file.read(reinterpret_cast<char*>(&value), sizeof value);
+}
 
 template <class Element>
 void write(std::ostream& file, const Array<Element>& array) {
   const std::uint64_t count = array.size();
-  file.write(reinterpret_cast<const char*>(&count), sizeof count);
+  write_one(file, count);
   file.write(reinterpret_cast<const char*>(array.data()), static_cast<std::streamsize>(count * sizeof(Element)));
 }
 
 template <class Element>
 void read(std::istream& file, Array<Element>& array) {
   std::uint64_t count = 0;
-  file.read(reinterpret_cast<char*>(&count), sizeof count);
+  read_one(file, count);
   array.resize(count);
   file.read(reinterpret_cast<char*>(array.data()), static_cast<std::streamsize>(count * sizeof(Element)));
-}
-
-void write(std::ostream& file, const Arrays& arrays) {
-  Arrays::each(arrays, [&](const auto& array) { write(file, array); });
 }
 
 // One case: what goes in, and what must come out.
@@ -306,30 +309,26 @@ struct Vector {
 };
 
 void write(std::ostream& file, const Vector& vector) {
-  write(file, Array<Case>{vector.one});
-  write(file, Array<UpdateScalars>{vector.scalars});
-  write(file, Array<double>{vector.sum});
+  write_one(file, vector.one);
+  write_one(file, vector.scalars);
+  write_one(file, vector.sum);
   write(file, vector.gradient);
   write(file, vector.narrow_gradient);
-  write(file, vector.before);
-  write(file, vector.after);
+  for (const Arrays* arrays : {&vector.before, &vector.after}) {
+    Arrays::each(*arrays, [&](const auto& array) { write(file, array); });
+  }
 }
 
+// Returns false at the end of the file.
 bool read(std::istream& file, Vector& vector) {
-  Array<Case> one;
-  if (file.peek() == std::istream::traits_type::eof()) return false;
-  read(file, one);
-  vector.one = one.at(0);
-  Array<UpdateScalars> scalars;
-  read(file, scalars);
-  vector.scalars = scalars.at(0);
-  Array<double> sum;
-  read(file, sum);
-  vector.sum = sum.at(0);
+  read_one(file, vector.one);
+  read_one(file, vector.scalars);
+  read_one(file, vector.sum);
   read(file, vector.gradient);
   read(file, vector.narrow_gradient);
-  Arrays::each(vector.before, [&](auto& array) { read(file, array); });
-  Arrays::each(vector.after, [&](auto& array) { read(file, array); });
+  for (Arrays* arrays : {&vector.before, &vector.after}) {
+    Arrays::each(*arrays, [&](auto& array) { read(file, array); });
+  }
   return file.good();
 }
 
