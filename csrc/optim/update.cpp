@@ -24,16 +24,16 @@ static_assert(kUndoBlock <= kBlock && kUndoBlock % kStateBlock == 0);
 constexpr std::int64_t kChunk = 64 * 1024;
 static_assert(kChunk % kStateBlock == 0 && kChunk % kUndoBlock == 0);
 
+#if defined(__aarch64__)
+constexpr const char* kBaselineName = "neon";
+#else
+constexpr const char* kBaselineName = "baseline";
+#endif
+
 using NamedKernels = std::pair<std::string, const UpdateKernels*>;
 
 std::vector<NamedKernels> find_kernels() {
-#if defined(__aarch64__)
-  std::vector<NamedKernels> found{{"neon", &kBaselineKernels}};
-  const bool sve2 = (getauxval(AT_HWCAP2) & HWCAP2_SVE2) != 0;
-  if (sve2 && kSve2Kernels.scale[0] != nullptr) found.emplace_back("sve2", &kSve2Kernels);
-#else
-  std::vector<NamedKernels> found{{"baseline", &kBaselineKernels}};
-#endif
+  std::vector<NamedKernels> found{{kBaselineName, &kBaselineKernels}};
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -42,6 +42,9 @@ std::vector<NamedKernels> find_kernels() {
                       __builtin_cpu_supports("avx512cd");
   if (avx2 && kAvx2Kernels.scale[0] != nullptr) found.emplace_back("avx2", &kAvx2Kernels);
   if (avx512 && kAvx512Kernels.scale[0] != nullptr) found.emplace_back("avx512", &kAvx512Kernels);
+#elif defined(__aarch64__)
+  const bool sve2 = (getauxval(AT_HWCAP2) & HWCAP2_SVE2) != 0;
+  if (sve2 && kSve2Kernels.scale[0] != nullptr) found.emplace_back("sve2", &kSve2Kernels);
 #endif
   return found;
 }
