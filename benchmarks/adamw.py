@@ -83,12 +83,11 @@ class Memory:
     def job(self, rule: str, is_split: bool, factor: float = 1.0, state: str = "fp32") -> Any:
         masters = ("working", "low") if is_split else ("master",)
         moments = ("m", "v")[: MOMENTS[rule]]
+        kind = " of sgd_momentum" if rule == "sgd_momentum" else "" if state == "fp32" else f" {state}"
 
         def addresses(arrays: dict[str, torch.Tensor]) -> Any:
             found = {name: arrays[name].data_ptr() for name in masters}
-            for name in moments:
-                kind = "" if state == "fp32" else f" {state}"
-                found[name] = arrays[f"{name}{' of sgd_momentum' if rule == 'sgd_momentum' else kind}"].data_ptr()
+            found |= {name: arrays[f"{name}{kind}"].data_ptr() for name in moments}
             if state == "8bit":
                 found |= {f"{name}_scales": arrays[f"{name}_scales"].data_ptr() for name in moments}
             return _C.UnitArrays(**found, state=state)
