@@ -1,6 +1,8 @@
 #include "optim/moment_codes.h"
 
 #include <algorithm>
+#include <cmath>
+#include <type_traits>
 
 namespace noria {
 namespace {
@@ -15,20 +17,21 @@ template <class Codes>
 void encode(const float* values, u8* codes, float* scales, std::size_t count) {
   for (std::size_t at = 0; at < count; at += kStateBlock) {
     const std::size_t size = std::min(kStateBlock, count - at);
-    const Block block = block_for<Codes>(values + at, size);
+    const Block block = block_for<Codes>(values + at, size, largest_of(values + at, size));
     for (std::size_t i = at; i < at + size; ++i) {
-      codes[i] = static_cast<u8>(Codes::encode(values[i], block, Codes::Magnitude::kToNearest));
+      const float value = std::abs(values[i]) < kSmallestNormal ? 0.0f : values[i];  // updates flush denormals, too
+      codes[i] = static_cast<u8>(Codes::encode(value, block, Codes::Magnitude::kToNearest));
     }
-    if (Codes::kHasNans && block.has_nans) mark_nans(values + at, codes + at, size);
+    if constexpr (std::is_same_v<Codes, FirstCodes>) {
+      for (std::size_t i = at; i < at + size; ++i) codes[i] = has_no_code(values[i]) ? FirstCodes::kNan : codes[i];
+    }
     *scales++ = block.scale;
   }
 }
 
 template <class Codes>
 void decode(const u8* codes, const float* scales, float* values, std::size_t count) {
-  for (std::size_t at = 0; at < count; at += kStateBlock) {
-    decode_block<Codes>(codes + at, *scales++, values + at, std::min(kStateBlock, count - at));
-  }
+  for (std::size_t i = 0; i < count; ++i) values[i] = Codes::decode(Codes::widened(codes[i]), scales[i / kStateBlock]);
 }
 
 }  // namespace
