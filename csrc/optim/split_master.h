@@ -5,7 +5,7 @@
 //
 // A NaN master stays a NaN, but its high half need not be one. 0x7f800001 to 0x7f807fff read as infinity, and
 // 0x7fff8000 and above carry into the sign. The NaNs that arithmetic makes (0x7fc00000) are not among them. Code that
-// loads masters from outside must look for the others.
+// loads masters or moments from outside must look for the others (`plain_nans` in python/noria/runtime/masters.py).
 //
 // Units: elements.
 // Ownership: none; the caller owns the arrays, which do not overlap.

@@ -146,6 +146,33 @@ def test_tensor_valued_learning_rates_are_read_at_the_step(name):
     both(journey, optimizer=optimizer, kernel="fused", hostility=LATE_UPDATES)
 
 
+def test_a_nan_of_a_gpu_that_is_loaded_stays_a_nan_in_bf16():
+    """It has all bits set. Rounded to bf16 it would carry, and become zero. A moment's NaN reaches the weight, too."""
+    side = Side(Net(), None, True)
+    side.optimizer = adamw(side.model.parameters())
+    noria.wrap(side.model, side.optimizer, device=DEVICE, window=2, kernel="fused", dtype=torch.bfloat16)
+    strange = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    first = next(iter(side.model.state_dict()))
+
+    def step() -> torch.Tensor:
+        loss_of(side.model, 0).nan_to_num().backward()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        return side.model.state_dict()[first].isnan().view(-1)
+
+    assert not step().any()
+    state = copy.deepcopy(side.optimizer.state_dict())
+    state["state"][0]["exp_avg"].view(-1)[:2] = strange
+    side.optimizer.load_state_dict(state)
+    is_nan = step()
+    assert is_nan[:2].all()
+    assert not is_nan[2:].any()
+    weights = {name: value.float() for name, value in side.model.state_dict().items()}
+    weights[first].view(-1)[2:4] = strange
+    side.model.load_state_dict(weights)
+    assert side.model.state_dict()[first].view(-1)[:4].isnan().all()
+
+
 def test_plain_sgd_leaves_no_entry_in_the_state_as_in_torch():
     def journey(side):
         side.train(0, 2)

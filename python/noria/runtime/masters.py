@@ -11,10 +11,16 @@ from noria.host.home import Home
 from noria.model.layout import HomeParameter
 from noria.torch_state import plainly
 
-__all__ = ["Masters", "follow_there", "round_there", "rounded"]
+__all__ = ["Masters", "follow_there", "plain_nans", "round_there", "rounded"]
 
 _PIECE = 1 << 18
 """How many elements are converted at a time."""
+
+
+def plain_nans(values: torch.Tensor) -> torch.Tensor:
+    """Gives each NaN of an fp32 tensor the bits of math.nan, in place. A GPU's own has all bits, and rounded to bf16 it
+    would become zero. Returns the tensor."""
+    return values.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
 
 def rounded(master: torch.Tensor) -> torch.Tensor:
@@ -70,12 +76,14 @@ class Masters:
         """
         is_dense = value.device.type == "cpu" and value.stride() == slot.like.stride()
         if not is_dense or slot.index in self.loaded_low_bits:
-            self.set(slot, self.with_loaded_low_bits(slot, value.to(device="cpu", dtype=torch.float32)))
+            value = plain_nans(value.to(device="cpu", dtype=torch.float32, copy=True))
+            self.set(slot, self.with_loaded_low_bits(slot, value))
             return
         working = slot.flat(self.home.working(slot))
         other = slot.flat(self.home.low_bits(slot) if slot.is_split else self.home.master(slot))
         for piece, high, rest in zip(*(each.split(_PIECE) for each in (slot.flat(value), working, other)), strict=True):
             dense = torch.empty_like(piece, dtype=torch.float32).copy_(piece) if slot.is_split else rest.copy_(piece)
+            plain_nans(dense)
             low = rest.data_ptr() if slot.is_split else 0
             _C.split_master(dense.data_ptr(), high.data_ptr(), low, dense.numel())
 

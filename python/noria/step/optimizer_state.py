@@ -22,7 +22,7 @@ from noria.model.moment_formats import (
 from noria.model.shadow_optimizer import dtype_at_home, is_array, part_values
 from noria.model.update_rules import FusedRule
 from noria.runtime.context import Context
-from noria.runtime.masters import Masters
+from noria.runtime.masters import Masters, plain_nans
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState
 from noria.step.param_groups import ParamGroups
@@ -162,6 +162,8 @@ class HomeState:
                 encoded.add(SCALES_KEY[key])
             else:
                 place.copy_(value)
+                if place.dtype is torch.float32:
+                    plain_nans(place)  # weights may take a moment's NaN
             state[key] = self.placed[(slot.index, key)] = place
 
     def check(self, slot: HomeParameter, rule: FusedRule) -> None:
