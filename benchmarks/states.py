@@ -2,7 +2,8 @@
 
 A GPT of the demo's kind learns the source of Python's standard library, with the moments of AdamW in fp32, bf16 and
 8 bits: for each seed the same weights to begin with and the same batches. What counts is the loss on text that was
-held out, and its difference to fp32 of the same seed, beside what another seed changes.
+held out, and its difference to fp32 of the same seed, beside what another seed changes. `--model lstm` trains two
+layers of an LSTM instead.
 
 The known bad control rounds moments to nearest after each fp32 step, in Python: noria itself never does.
 """
@@ -22,13 +23,35 @@ import noria
 import torch
 from noria import _C
 from noria.testing import on_machine
+from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from examples.text import Tokenizer, batches, load_text
 
 CONTEXT, BATCH, HELD_OUT_BATCHES = 64, 8, 40
+SHORT = 400  # steps
 FORMATS = ["fp32", "bf16", "8bit"]
 NEAREST = {"bf16 to nearest": "bf16", "8bit to nearest": "8bit"}
+
+
+class LSTM(nn.Module):
+    """Predicts the next token. A step's gradients reach back through the whole context."""
+
+    def __init__(self, vocab: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.recurrent = nn.LSTM(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.recurrent(self.embedding(tokens))[0])
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_model(vocab: int, args: Any) -> nn.Module:
+    if args.model == "lstm":
+        return LSTM(vocab, args.width, args.layers)
+    return GPT(GPTConfig(vocab, CONTEXT, args.layers, num_heads=args.width // 32, width=args.width))
 
 
 def round_to_nearest(optimizer: torch.optim.Optimizer, to: str) -> None:
@@ -48,7 +71,7 @@ def round_to_nearest(optimizer: torch.optim.Optimizer, to: str) -> None:
 
 def train(state: str, seed: int, tokens: torch.Tensor, held_out: torch.Tensor, vocab: int, args: Any) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(vocab, CONTEXT, args.layers, num_heads=args.width // 32, width=args.width))
+    model = make_model(vocab, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, betas=(0.9, args.beta2), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 - 0.9 * step / args.steps)
@@ -75,14 +98,16 @@ def train(state: str, seed: int, tokens: torch.Tensor, held_out: torch.Tensor, v
 
 def main() -> int:
     parser = _common.parser_of(__doc__)
+    parser.add_argument("--model", choices=["gpt", "lstm"], default="gpt")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--without-nearest", action="store_true", help="leave the known bad control out")
     args = parser.parse_args()
-    args.steps = args.steps or (30 if args.quick else 400)
+    args.steps = args.steps or (30 if args.quick else SHORT)
+    args.layers = args.layers or {"gpt": 4, "lstm": 2}[args.model]
     seeds = range(args.seeds or (2 if args.quick else 5))
     began = _common.hardware()
     text = load_text(200_000 if args.quick else 1_000_000)
@@ -122,6 +147,7 @@ def main() -> int:
     columns = ["moments", "held-out loss", "spread of seeds", "to fp32", "its error", "by seed"]
     _common.show(f"{args.steps} steps, {len(seeds)} seeds", columns, rows)
     settings = {
+        "model": args.model,
         "steps": args.steps,
         "seeds": len(seeds),
         "width": args.width,
@@ -131,7 +157,9 @@ def main() -> int:
         "batch": BATCH,
         "context": CONTEXT,
     }
-    _common.Result("states", samples, summary, settings).write(args, began)
+    long = f"_{args.steps}_steps" if args.steps > SHORT else ""
+    question = f"states{'' if args.model == 'gpt' else '_' + args.model}{long}"
+    _common.Result(question, samples, summary, settings).write(args, began)
     return 0
 
 
