@@ -30,7 +30,7 @@ from noria.host.home import Home
 from noria.host.limits import Free, check_fits, min_over_ranks, numa_node, probe_limits
 from noria.host.machine import machine, on
 from noria.model.inner_tensors import update_wrapper_devices
-from noria.model.kept_views import kept_beside, kept_of, warn_of_kept
+from noria.model.kept_views import bytes_leaving, kept_beside, kept_of, warn_of_kept
 from noria.model.layout import AVERAGES, GRADIENT_RING, TORCH_STATE
 from noria.model.moment_formats import PURPOSE_OF
 from noria.model.optimizer_classes import original_class
@@ -283,7 +283,7 @@ def wrap(
                     "none",
                     "give the stage one, or wrap all stages without stages=",
                 )
-            found = probe_limits(compute_device(chosen))
+            found = probe_limits(compute_device(chosen), bytes_leaving(roots))
         indices = [(stage.stage_index, stage.num_stages) for stage in stages_of(model)]
         told = [(found, indices)] if ranks is None else ranks.host.gather_objects((found, indices))
         gathered = [each for each, _ in told]

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 from noria import _C
 from noria.doctor import diagnose
 from noria.host.limits import (
@@ -16,6 +17,8 @@ from noria.host.limits import (
     pinning_limit,
     tightest,
 )
+from noria.model.kept_views import bytes_leaving
+from torch import nn
 
 GIB = 1 << 30
 
@@ -158,6 +161,40 @@ def test_many_processes_of_one_machine_share_what_is_free():
     assert min_over_ranks([found]).share.free == 64 * GIB
     assert min_over_ranks([found] * 4).share.free == 16 * GIB
     assert min_over_ranks([dataclasses.replace(found, num_processes=8)]).share.free == 8 * GIB
+
+
+def test_memory_that_the_model_gives_back_counts_for_what_is_taken_later():
+    rows, late = [("working copies", 3 * GIB), ("first moments", 5 * GIB)], {"first moments"}
+
+    def refusal(leaving, *limits):
+        free = min_over_ranks([Found("here", 1, None, limits, each) for each in leaving])
+        return check_fits(rows, 100 * GIB, free, late)
+
+    group = Limit("the group", "memory.max", 4 * GIB)
+    assert refusal([4 * GIB], group) is None
+    assert refusal([4 * GIB - 1], group) is not None
+    assert refusal([4 * GIB, 0], group) is not None  # the ranks go by the least
+    assert refusal([100 * GIB], Limit("the group", "memory.max", 3 * GIB)) is None
+    assert refusal([100 * GIB], Limit("the group", "memory.max", 3 * GIB - 1)) is not None  # these are taken before
+    own = Limit("address space", "ulimit -v", 8 * GIB - 1, is_own=True)
+    assert "address space" in str(refusal([100 * GIB], group, own))  # all is mapped at once
+    assert check_fits(rows, 100 * GIB, free_under(group)) is not None
+
+
+def test_large_weights_are_given_back_unless_others_hold_them_or_they_view_a_file(tmp_path):
+    model = nn.Sequential(nn.Linear(4096, 2048, bias=False), nn.Linear(4096, 2048, bias=False), nn.Linear(64, 64))
+    each = 4 * 4096 * 2048
+    assert bytes_leaving([model]) == 2 * each
+    model[1].weight = model[0].weight
+    assert bytes_leaving([model]) == each
+    model[1].weight = nn.Parameter(model[0].weight.detach()[:1000])
+    assert bytes_leaving([model, model]) == each  # both are of the model
+    held = model[0].weight.detach()
+    assert bytes_leaving([model]) == 0
+    del held
+    torch.ones(2048 * 4096).numpy().tofile(tmp_path / "weights")
+    model[1].weight = nn.Parameter(torch.from_file(str(tmp_path / "weights"), size=2048 * 4096).view(2048, 4096))
+    assert bytes_leaving([model]) == each
 
 
 def test_a_refusal_names_the_bytes_by_purpose_the_limit_and_where_it_comes_from():

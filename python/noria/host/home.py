@@ -33,7 +33,7 @@ from noria.model.moment_formats import MOMENTS, SCALES
 from noria.policy import format_bytes
 from noria.torch_state import plainly
 
-__all__ = ["Home"]
+__all__ = ["LATE", "Home"]
 
 # Arenas that the copy engines touch. "device": the device's own kernels do too, as p.grad is a device tensor over them.
 _USES = {
@@ -43,11 +43,11 @@ _USES = {
     GRADIENT_RING: "device",
 }
 
-# Purposes whose pages are taken after the weights have moved.
-_LATE = (*MOMENTS, *SCALES, TORCH_STATE, UNDO_LOGS)
+LATE = (*MOMENTS, *SCALES, TORCH_STATE, UNDO_LOGS)
+"""Purposes whose pages are taken after the weights have moved."""
 
 # Purposes that only the host reads and writes: their arenas are not registered, unless updates run on the device.
-_HOST_ONLY = (*_LATE, "low bits", "masters", "update scratch", AVERAGES)
+_HOST_ONLY = (*LATE, "low bits", "masters", "update scratch", AVERAGES)
 
 
 class Home:
@@ -84,7 +84,7 @@ class Home:
         for region in self.regions.values():
             if region.bytes:
                 self._map(region, backend)
-        self._populate([purpose for purpose in self.arenas if purpose not in _LATE])
+        self._populate([purpose for purpose in self.arenas if purpose not in LATE])
         self.pin(_USES, backend)
 
     def take_rest(self) -> None:
@@ -92,7 +92,7 @@ class Home:
 
         If it is interrupted, each remaining page is taken by the first write to it.
         """
-        self._populate([purpose for purpose in self.arenas if purpose in _LATE])
+        self._populate([purpose for purpose in self.arenas if purpose in LATE])
 
     def pin(self, purposes: Iterable[str], backend: _C.Backend) -> None:
         """Registers arenas that the copy engines touch. Order: their pages have been taken."""

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -94,13 +94,15 @@ class Found:
     """Describes what one process finds on its machine.
 
     `host`: a name that is the same in all processes on one machine. `num_processes`: how many its launcher started
-    there. `device`: free and total bytes of a CUDA device, else None.
+    there. `device`: free and total bytes of a CUDA device, else None. `leaving`: bytes of host memory that this process
+    gives back once its weights have moved to the home.
     """
 
     host: str
     num_processes: int
     device: tuple[int, int] | None
     limits: tuple[Limit, ...]
+    leaving: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +111,18 @@ class Free:
 
     - `host`: the tightest of the limits that stop a process. An explicit `host_memory` is checked against it.
     - `share`: the tightest of all limits, divided between the processes of one machine. "auto" uses it.
+    - `own`: the tightest limit on what a process maps. The whole home is mapped before anything is given back.
+    - `leaving`: see `Found`.
     """
 
     device: tuple[int, int] | None
     host: Limit | None
     share: Limit | None
+    own: Limit | None = None
+    leaving: int = 0
 
 
-def probe_limits(device: torch.device) -> Found:
+def probe_limits(device: torch.device, leaving: int = 0) -> Found:
     boot = "".join(_lines(ROOT / "proc/sys/kernel/random/boot_id")[:1])
     is_launched = dist.is_available() and dist.is_initialized()
     beside = os.environ.get("LOCAL_WORLD_SIZE", "") if is_launched else ""  # torchrun's
@@ -125,6 +131,7 @@ def probe_limits(device: torch.device) -> Found:
         int(beside) if beside.isdigit() else 1,
         _device_memory(device) if device.type == "cuda" and torch.cuda.is_available() else None,
         tuple(host_limits()),
+        leaving,
     )
 
 
@@ -156,7 +163,9 @@ def min_over_ranks(gathered: Sequence[Found]) -> Free:
                 name = f"{limit.name}{on}, divided by the {number} processes there"
                 shares[-1] = dataclasses.replace(limit, name=name, free=limit.free // number)
     device = (min(free for free, _ in devices), min(total for _, total in devices)) if devices else None
-    return Free(device, tightest([limit for limit in hosts if not limit.is_estimate]), tightest(shares))
+    host = tightest([limit for limit in hosts if not limit.is_estimate])
+    own = tightest([limit for limit in hosts if limit.is_own])
+    return Free(device, host, tightest(shares), own, min((each.leaving for each in gathered), default=0))
 
 
 def pinning_limit(root: Path = ROOT) -> int | None:
@@ -168,13 +177,16 @@ def pinning_limit(root: Path = ROOT) -> int | None:
     return _process_limit(root, "Max locked memory")
 
 
-def check_fits(rows: Sequence[tuple[str, int]], budget: int | None, free: Free | None) -> UsageError | None:
+def check_fits(
+    rows: Sequence[tuple[str, int]], budget: int | None, free: Free | None, late: Collection[str] = ()
+) -> UsageError | None:
     """Returns the error that says why the home does not fit, or None if it fits.
 
     Args:
         rows: (purpose, bytes) of each arena of the home.
         budget: `host_memory` in bytes; None for "auto".
         free: The free memory; None if it is not known.
+        late: Purposes whose pages are taken after `free.leaving` has been given back.
     """
     needed = sum(size for _, size in rows)
     each = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in rows if size)
@@ -188,8 +200,11 @@ def check_fits(rows: Sequence[tuple[str, int]], budget: int | None, free: Free |
     if free is None or limit is None:
         return None
     margin = margin_of(limit.free) if budget is None else 0
-    if needed + margin <= limit.free:
-        return None
+    leaving = min(free.leaving, sum(size for purpose, size in rows if purpose in late))
+    if needed + margin - (0 if limit.is_own else leaving) <= limit.free:
+        if free.own is None or needed + margin <= free.own.free:
+            return None
+        limit = free.own
     is_allowed = free.host is None or needed <= free.host.free
     left = f' (host_memory="auto" keeps {format_bytes(margin)} of it free)' if margin else ""
     return usage_error(

@@ -5,14 +5,16 @@ torch counts who holds a storage. A view, `p.data`, an entry of `state_dict()` a
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
-__all__ = ["kept_beside", "kept_of", "warn_of_kept"]
+__all__ = ["bytes_leaving", "kept_beside", "kept_of", "warn_of_kept"]
 
 
 def _num_holders(tensor: torch.Tensor) -> int:
@@ -29,6 +31,41 @@ def kept_beside(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     own = [(name, each) for name, each in named if each.layout is torch.strided and not each.is_meta]
     sharing = Counter(each.untyped_storage()._cdata for _, each in own)
     return [name for name, each in own if _num_holders(each) > sharing[each.untyped_storage()._cdata]]
+
+
+_SURELY_GIVEN_BACK = 32 << 20
+"""C libraries map blocks of this size by themselves. Smaller ones may stay in the heap when they are freed."""
+
+
+def bytes_leaving(roots: Iterable[nn.Module]) -> int:
+    """Returns the bytes of host memory that the process gives back once noria has moved the weights of these models.
+
+    Counts large storages that nobody else holds. Those that view a file do not count: their pages are the file's.
+    """
+    own: dict[int, list[torch.Tensor]] = {}
+    for parameter in {each for root in roots for each in root.parameters()}:
+        if parameter.layout is torch.strided and parameter.device.type == "cpu":
+            own.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
+    files = _mapped_files()
+    return sum(
+        sharing[0].untyped_storage().nbytes()
+        for sharing in own.values()
+        if sharing[0].untyped_storage().nbytes() >= _SURELY_GIVEN_BACK
+        and _num_holders(sharing[0]) <= len(sharing)
+        and not any(begin <= sharing[0].untyped_storage().data_ptr() < end for begin, end in files)
+    )
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """Returns the ranges of addresses that view files."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
+        for line in lines:
+            words = line.split()
+            if len(words) > 4 and words[4] != "0":  # an inode
+                begin, end = words[0].split("-")
+                found.append((int(begin, 16), int(end, 16)))
+    return found
 
 
 def kept_of(named: dict[str, torch.Tensor]) -> list[str]:

@@ -18,8 +18,10 @@ from noria._errors import usage_error
 from noria.dist.groups import Line
 from noria.dist.ranks import Grid, comparable
 from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, UPDATE_SLOTS
+from noria.host.home import LATE
 from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
 from noria.model.inner_tensors import tensors_in
+from noria.model.kept_views import bytes_leaving
 from noria.model.layout import (
     UNDO_LOGS,
     HomeUnit,
@@ -313,7 +315,7 @@ def make_plan(
     device_bytes = to_bytes(policy.device_memory) if not isinstance(policy.device_memory, float) else None
     is_sized = device_bytes is not None or (free is not None and free.device is not None)
     device = compute_device(policy, is_elsewhere=not is_carried_out and is_sized)
-    free = free or min_over_ranks([probe_limits(device)])
+    free = free or min_over_ranks([probe_limits(device, bytes_leaving(roots))])
     if device.type == "cuda" and free.device is None and device_bytes is not None:
         free = Free((device_bytes, device_bytes), None, None)  # of another machine: this one's limits tell nothing
     parts, units, budgets = _fine_partition(roots, policy, grid, free, trained)
@@ -732,7 +734,7 @@ def _check_host(planned: WrapPlan, is_carried_out: bool, free: Free) -> None:
     without_memory = not is_carried_out and any(
         slot.parameter.is_meta for unit in planned.units for slot in unit.parameters
     )
-    if refusal := check_fits(rows, budget, None if without_memory else free):
+    if refusal := check_fits(rows, budget, None if without_memory else free, LATE):
         raise refusal
-    if without_memory and (refusal := check_fits(rows, budget, free)):
+    if without_memory and (refusal := check_fits(rows, budget, free, LATE)):
         planned.unpredicted.append(f"this machine would refuse it: {refusal}")
