@@ -75,8 +75,8 @@ BOTH_WAYS = 0.92
 (benchmarks/results/host_memory_h200_202611.json)"""
 
 # By format of the moments: GiB/s that one core updates with if the memory gives it, and GiB/s that it drafts with.
-# AdamW with split masters (benchmarks/results/adamw_amd-epyc_202611.json).
-_CORE_GIB_S = {"fp32": (43.0, 23.0), "bf16": (24.7, 11.0), "8bit": (7.6, 3.5)}
+# AdamW with split masters, by AVX2 (benchmarks/results/adamw_avx2_amd-epyc_202611.json).
+_CORE_GIB_S = {"fp32": (30.9, 14.7), "bf16": (20.0, 7.2), "8bit": (8.9, 3.0)}
 
 
 @dataclasses.dataclass(frozen=True)
