@@ -89,7 +89,8 @@ def test_pages_are_placed_then_taken_then_registered(arenas, monkeypatch):
     assert [arena.did.count("populate") for arena in arenas] == [1, 1, 1]
 
 
-def test_pages_for_the_state_are_taken_when_the_models_own_memory_is_free(monkeypatch):
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "masters"])
+def test_pages_for_masters_and_state_are_taken_when_the_models_own_memory_is_free(dtype, monkeypatch):
     model = nn.Linear(512, 512)
     old = StorageWeakRef(model.weight.untyped_storage())
     freed = {}
@@ -101,10 +102,11 @@ def test_pages_for_the_state_are_taken_when_the_models_own_memory_is_free(monkey
 
     with monkeypatch.context() as patched:
         patched.setattr(_C, "Arena", Arena)
-        noria.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu", kernel="torch")
-    (scales, weights, state) = sorted(freed)
-    # What gradients are multiplied by; working copies and gradients; both moments.
-    assert freed == {scales: [False], weights: [False, False], state: [True]}
+        noria.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu", kernel="torch", dtype=dtype)
+    # By size: what gradients are multiplied by; working copies and gradients; masters and scratch memory; both moments.
+    when = [sorted(freed[size]) for size in sorted(freed)]
+    of_masters = [] if dtype is None else [[False, True]]
+    assert when == [[False], [False, False], *of_masters, [True]]
 
 
 def test_memory_that_cannot_lie_near_is_a_note(arenas, monkeypatch):

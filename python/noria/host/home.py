@@ -3,8 +3,9 @@
 The home is one arena of exact size for each purpose. `noria.model.layout` gives each parameter's place in its unit.
 
 Order: the plan is checked against `host_memory` and the machine's limits first. Then all arenas are mapped at once, in
-the device's NUMA node, and those that its copy engines touch are registered with it. Pages for optimizer state are
-taken after the weights have moved and their old memory is free. So the model and its whole home never exist together.
+the device's NUMA node, and those that its copy engines touch are registered with it. Pages for masters and low bits are
+taken while the weights move, and pages for optimizer state after that, when the old memory of the weights is free. So
+the model and its whole home never exist together.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _USES = {
     GRADIENT_RING: "device",
 }
 
-LATE = (*MOMENTS, *SCALES, TORCH_STATE, UNDO_LOGS)
-"""Purposes whose pages are taken after the weights have moved."""
+LATE = ("low bits", "masters", *MOMENTS, *SCALES, TORCH_STATE, UNDO_LOGS)
+"""Purposes whose pages are taken while the weights move (the first two), or after that."""
 
 # Purposes that only the host reads and writes: their arenas are not registered, unless updates run on the device.
-_HOST_ONLY = (*LATE, "low bits", "masters", "update scratch", AVERAGES)
+_HOST_ONLY = (*LATE, "update scratch", AVERAGES)
 
 
 class Home:
