@@ -336,6 +336,17 @@ def test_tiny_and_huge_blocks_come_back_too():
             assert scales[0] == largest
 
 
+def test_all_codes_of_small_first_moments_come_back():
+    """Lion flushes nothing, so denormal moments count there."""
+    codes = np.arange(BLOCK, dtype=np.uint8)
+    codes[0x80] = 0  # that of a NaN
+    for exponent in range(-126, -99):
+        scale = np.array([2.0**exponent], f32)
+        again, scale_again = encoded(decoded(codes, scale, True), True)
+        np.testing.assert_array_equal(codes, again)
+        assert scale_again == scale
+
+
 def test_a_second_moment_that_is_not_zero_never_becomes_zero():
     rng = np.random.default_rng(3)
     v = (10.0 ** rng.uniform(-30, 0, 8 * BLOCK)).astype(f32)
