@@ -4,8 +4,8 @@ The home is one arena of exact size for each purpose. `noria.model.layout` gives
 
 Order: the plan is checked against `host_memory` and the machine's limits first. Then all arenas are mapped at once, in
 the device's NUMA node, and those that its copy engines touch are registered with it. Pages for masters and low bits are
-taken while the weights move, and pages for optimizer state after that, when the old memory of the weights is free. So
-the model and its whole home never exist together.
+taken while the weights move. Pages for optimizer state are taken after that, when the old memory of the weights is
+free. So the model and its whole home never exist together.
 """
 
 from __future__ import annotations

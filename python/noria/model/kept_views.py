@@ -34,13 +34,13 @@ def kept_beside(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 _SURELY_GIVEN_BACK = 32 << 20
-"""C libraries map blocks of this size by themselves. Smaller ones may stay in the heap when they are freed."""
+"""Blocks of this size are mapped one by one. Smaller ones may stay in the C library's heap when they are freed."""
 
 
 def bytes_leaving(roots: Iterable[nn.Module]) -> int:
     """Returns the bytes of host memory that the process gives back once noria has moved the weights of these models.
 
-    Counts large storages that nobody else holds. Those that view a file do not count: their pages are the file's.
+    Counts large storages that nobody else holds. Those that view a file do not count, because it keeps the pages.
     """
     own: dict[int, list[torch.Tensor]] = {}
     for parameter in {each for root in roots for each in root.parameters()}:
