@@ -40,7 +40,7 @@ _SURELY_GIVEN_BACK = 32 << 20
 def bytes_leaving(roots: Iterable[nn.Module]) -> int:
     """Returns the bytes of host memory that the process gives back once noria has moved the weights of these models.
 
-    Counts large storages that nobody else holds. Those that view a file do not count, because it keeps the pages.
+    Counts large storages that only these weights hold. Those that view a file do not count, because it keeps the pages.
     """
     own: dict[int, list[torch.Tensor]] = {}
     for parameter in {each for root in roots for each in root.parameters()}:
