@@ -44,7 +44,9 @@ def bytes_leaving(roots: Iterable[nn.Module]) -> int:
     """
     own: dict[int, list[torch.Tensor]] = {}
     for parameter in {each for root in roots for each in root.parameters()}:
-        if parameter.layout is torch.strided and parameter.device.type == "cpu":
+        # No subclass: a lazy one has no storage yet.
+        is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+        if is_plain and parameter.device.type == "cpu":
             own.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
     files = _mapped_files()
     return sum(
