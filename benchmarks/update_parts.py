@@ -23,7 +23,7 @@ from noria import _C
 HERE = Path(__file__).resolve().parent
 # As CMakeLists.txt has them.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-FLAGS_OF_GCC = ["-fschedule-insns", "-fsched-pressure"]
+FLAGS_OF_GCC = ["-fschedule-insns"]
 MARCH = {"baseline": "x86-64", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
 BYTES = {"fp32 moments": 16, "bf16 moments": 8, "8-bit moments": 4 + 16 / _C.STATE_BLOCK}
 BYTES_OF_MASTER = {"whole": 12, "split": 10}  # with the gradient
