@@ -9,7 +9,7 @@ import contextlib
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -23,14 +23,20 @@ def _num_holders(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
+def _are_kept(own: Sequence[torch.Tensor]) -> list[bool]:
+    """Returns for each tensor if others hold its storage, besides all of these tensors."""
+    sharing = Counter(each.untyped_storage()._cdata for each in own)
+    return [_num_holders(each) > sharing[each.untyped_storage()._cdata] for each in own]
+
+
 def kept_beside(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Returns the names of the tensors whose storage others hold too, besides the tensors themselves.
 
     Order: nothing may have taken `.data` of them that is still there.
     """
     own = [(name, each) for name, each in named if each.layout is torch.strided and not each.is_meta]
-    sharing = Counter(each.untyped_storage()._cdata for _, each in own)
-    return [name for name, each in own if _num_holders(each) > sharing[each.untyped_storage()._cdata]]
+    kept = _are_kept([each for _, each in own])
+    return [name for (name, _), is_kept in zip(own, kept, strict=True) if is_kept]
 
 
 _SURELY_GIVEN_BACK = 32 << 20
@@ -42,19 +48,19 @@ def bytes_leaving(roots: Iterable[nn.Module]) -> int:
 
     Counts large storages that only these weights hold. Those that view a file do not count, because it keeps the pages.
     """
-    own: dict[int, list[torch.Tensor]] = {}
-    for parameter in {each for root in roots for each in root.parameters()}:
-        # No subclass: a lazy one has no storage yet.
-        is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
-        if is_plain and parameter.device.type == "cpu":
-            own.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
+    # No subclass: a lazy one has no storage yet.
+    plain = {each for root in roots for each in root.parameters() if type(each) is nn.Parameter}
+    own = [each for each in plain if each.layout is torch.strided and each.device.type == "cpu"]
+    sizes = {  # by address
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for each, is_kept in zip(own, _are_kept(own), strict=True)
+        if not is_kept
+    }
     files = _mapped_files()
     return sum(
-        sharing[0].untyped_storage().nbytes()
-        for sharing in own.values()
-        if sharing[0].untyped_storage().nbytes() >= _SURELY_GIVEN_BACK
-        and _num_holders(sharing[0]) <= len(sharing)
-        and not any(begin <= sharing[0].untyped_storage().data_ptr() < end for begin, end in files)
+        size
+        for address, size in sizes.items()
+        if size >= _SURELY_GIVEN_BACK and not any(begin <= address < end for begin, end in files)
     )
 
 
