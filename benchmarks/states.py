@@ -24,6 +24,7 @@ import torch
 from noria import _C
 from noria.testing import on_machine
 from torch import nn
+from undo import Recurrent
 
 from examples.gpt import GPT, GPTConfig
 from examples.text import Tokenizer, batches, load_text
@@ -34,24 +35,15 @@ FORMATS = ["fp32", "bf16", "8bit"]
 NEAREST = {"bf16 to nearest": "bf16", "8bit to nearest": "8bit"}
 
 
-class LSTM(nn.Module):
-    """Predicts the next token. A step's gradients reach back through the whole context."""
-
-    def __init__(self, vocab: int, width: int, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab, width)
-        self.recurrent = nn.LSTM(width, width, layers, batch_first=True)
-        self.head = nn.Linear(width, vocab)
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.head(self.recurrent(self.embedding(tokens))[0])
-        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def make_model(vocab: int, args: Any) -> nn.Module:
     if args.model == "lstm":
-        return LSTM(vocab, args.width, args.layers)
+        return Recurrent(vocab, args.width)
     return GPT(GPTConfig(vocab, CONTEXT, args.layers, num_heads=args.width // 32, width=args.width))
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    found = model(*batch)
+    return found if isinstance(found, torch.Tensor) else found[1]
 
 
 def round_to_nearest(optimizer: torch.optim.Optimizer, to: str) -> None:
@@ -79,8 +71,8 @@ def train(state: str, seed: int, tokens: torch.Tensor, held_out: torch.Tensor, v
     with on_machine(update_threads=1):
         noria.wrap(model, optimizer, device="cpu", kernel="fused", state_dtype=state if state in FORMATS else "fp32")
     losses = []
-    for inputs, targets in islice(batches(tokens, BATCH, CONTEXT, seed), args.steps):
-        _, loss = model(inputs, targets)
+    for batch in islice(batches(tokens, BATCH, CONTEXT, seed), args.steps):
+        loss = loss_of(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -91,7 +83,9 @@ def train(state: str, seed: int, tokens: torch.Tensor, held_out: torch.Tensor, v
         losses.append(loss.item())
     model.eval()
     with torch.no_grad():
-        of_batches = [model(*batch)[1].item() for batch in islice(batches(held_out, BATCH, CONTEXT), HELD_OUT_BATCHES)]
+        of_batches = [
+            loss_of(model, batch).item() for batch in islice(batches(held_out, BATCH, CONTEXT), HELD_OUT_BATCHES)
+        ]
     noria.unwrap(model, optimizer)
     return {"losses": losses, "held_out": mean(of_batches)}
 
@@ -102,11 +96,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=int, help="of the GPT; default: 4. The LSTM has two")
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--without-nearest", action="store_true", help="leave the known bad control out")
     args = parser.parse_args()
     args.steps = args.steps or (30 if args.quick else SHORT)
+    if args.model == "lstm" and args.layers not in (None, 2):
+        parser.error("--layers is of the GPT: the LSTM has two")
     args.layers = args.layers or {"gpt": 4, "lstm": 2}[args.model]
     seeds = range(args.seeds or (2 if args.quick else 5))
     began = _common.hardware()
