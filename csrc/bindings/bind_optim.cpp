@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <functional>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -11,6 +12,7 @@
 #include "base/words.h"
 #include "bindings/lane_stats.h"
 #include "optim/device_optimizer.h"
+#include "optim/factored.h"
 #include "optim/host_optimizer.h"
 #include "optim/moment_codes.h"
 #include "optim/split_master.h"
@@ -26,6 +28,8 @@ using Release = py::call_guard<py::gil_scoped_release>;
 using ShortPiece = std::tuple<std::int64_t, std::int64_t, UpdateScalars>;
 using Piece = std::tuple<std::int64_t, std::int64_t, UpdateScalars, std::uint64_t, std::int64_t>;
 using Pieces = std::vector<std::variant<ShortPiece, Piece>>;
+/// How many matrices, rows and columns a parameter has, and the addresses of its moments by row and by column.
+using Factored = std::tuple<std::int64_t, std::int64_t, std::int64_t, Address, Address>;
 
 template <class Element>
 Element* at(Address address) {
@@ -62,7 +66,7 @@ UpdatePiece make_piece(const Piece& piece) {
 
 UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArrays& arrays, Address gradient,
                    const std::string& task, bool sums, const std::vector<std::pair<Address, int>>& late_scales,
-                   const std::vector<Address>& gradients) {
+                   const std::vector<Address>& gradients, const std::vector<Factored>& factored) {
   UpdateJob job;
   job.task = parse_task(task);
   if (sums) job.sums = std::make_shared<std::vector<double>>();
@@ -82,6 +86,11 @@ UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArra
     const std::int64_t before = job.pieces[i].offset * job.gradient_item_bytes();
     job.pieces[i].gradient = at<const void>(gradients[i] - static_cast<Address>(before));
   }
+  NORIA_INVARIANT(factored.empty() || factored.size() == pieces.size(), "factored moments are by piece");
+  for (std::size_t i = 0; i < factored.size(); ++i) {
+    const auto& [num_matrices, num_rows, num_columns, by_row, by_column] = factored[i];
+    job.pieces[i].factored = {num_matrices, num_rows, num_columns, at<float>(by_row), at<float>(by_column)};
+  }
   return job;
 }
 
@@ -90,6 +99,13 @@ std::shared_ptr<HostOptimizer> make_host_optimizer(int num_threads, bool is_besi
   HostOptimizerOptions options{num_threads, is_beside_device, numa_node};
   if (pace) options.pace = std::move(pace);
   return std::make_shared<HostOptimizer>(options);
+}
+
+void run_factored(const UpdateJob& job, const std::string& instruction_set) {
+  const auto one_by_one = [](std::size_t count, const std::function<void(std::size_t)>& each) {
+    for (std::size_t i = 0; i < count; ++i) each(i);
+  };
+  FactoredUpdate().run(job, one_by_one, [] {}, instruction_set);
 }
 
 void bind_kernels(py::module_& m) {
@@ -108,21 +124,24 @@ void bind_kernels(py::module_& m) {
       .def_readwrite("nesterov", &UpdateScalars::nesterov)
       .def_readwrite("is_first", &UpdateScalars::is_first)
       .def_readwrite("rounding", &UpdateScalars::rounding)
+      .def_readwrite("least_rms", &UpdateScalars::least_rms)
+      .def_readwrite("most_rms", &UpdateScalars::most_rms)
       .def("__eq__", &have_same_bits, "Bit by bit.");
 
   m.def(
       "update_scalars",
       [](const std::string& rule, std::int64_t step, double lr, double beta1, double beta2, double eps,
          double weight_decay, double momentum, double dampening, bool nesterov, bool maximize, double factor,
-         double divisor, double prefactor, std::uint64_t seed) {
-        const UpdateHyper hyper{lr,        beta1,    beta2,    eps,    weight_decay, momentum,
-                                dampening, nesterov, maximize, factor, divisor,      prefactor};
+         double divisor, double prefactor, std::uint64_t seed, double beta2_decay, double least_rms, double most_rms) {
+        const UpdateHyper hyper{lr,       beta1,  beta2,   eps,       weight_decay, momentum,  dampening, nesterov,
+                                maximize, factor, divisor, prefactor, beta2_decay,  least_rms, most_rms};
         return update_scalars(parse_update_rule(rule), hyper, step, seed);
       },
       py::arg("rule"), py::arg("step"), py::kw_only(), py::arg("lr"), py::arg("beta1") = 0.9, py::arg("beta2") = 0.999,
       py::arg("eps") = 1e-8, py::arg("weight_decay") = 0.0, py::arg("momentum") = 0.0, py::arg("dampening") = 0.0,
       py::arg("nesterov") = false, py::arg("maximize") = false, py::arg("factor") = 1.0, py::arg("divisor") = 1.0,
-      py::arg("prefactor") = 1.0, py::arg("seed") = 0);
+      py::arg("prefactor") = 1.0, py::arg("seed") = 0, py::arg("beta2_decay") = -0.8, py::arg("least_rms") = 1e-3,
+      py::arg("most_rms") = 1.0);
   m.def("instruction_sets", &instruction_sets);
 
   py::class_<UnitArrays>(m, "UnitArrays")
@@ -138,7 +157,7 @@ void bind_kernels(py::module_& m) {
       .def(py::init(&make_job), py::arg("rule"), py::arg("pieces"), py::arg("arrays"), py::kw_only(),
            py::arg("gradient") = 0, py::arg("task") = "update", py::arg("sums") = false,
            py::arg("late_scales") = std::vector<std::pair<Address, int>>(),
-           py::arg("gradients") = std::vector<Address>())
+           py::arg("gradients") = std::vector<Address>(), py::arg("factored") = std::vector<Factored>())
       .def_property_readonly("rule", [](const UpdateJob& job) { return to_string(job.rule); })
       .def_property_readonly("bytes", [](const UpdateJob& job) { return job.bytes().count; })
       .def_property_readonly("taken_sums",
@@ -158,6 +177,10 @@ void bind_kernels(py::module_& m) {
           "run",
           [](const UpdateJob& job, const std::string& instruction_set) {
             check(job);
+            if (job.rule == UpdateRule::adafactor) {
+              run_factored(job, instruction_set);
+              return;
+            }
             if (job.task == UpdateTask::draft) begin_draft(job);
             for (const UpdatePiece& piece : job.pieces) {
               update_elements(job, piece, piece.offset, piece.count, instruction_set);

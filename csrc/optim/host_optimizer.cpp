@@ -19,6 +19,7 @@
 #include "device/lane_ledger.h"
 #include "device/own_thread.h"
 #include "device/timing.h"
+#include "optim/factored.h"
 #include "optim/parallel.h"
 #include "optim/update_queue.h"
 
@@ -109,8 +110,9 @@ struct HostOptimizer::State {
   // Only the serving thread uses these, and the tasks that it waits for.
   std::optional<tbb::global_control> more_threads;
   tbb::task_arena arena;
-  std::vector<UpdateChunk> chunks;   // kept between jobs: it does not grow in a steady state
-  std::vector<double> sums;          // by chunk
+  std::vector<UpdateChunk> chunks;  // kept between jobs: it does not grow in a steady state
+  std::vector<double> sums;         // by chunk
+  FactoredUpdate factored;
   std::vector<std::size_t> numbers;  // by wanted piece, its number in the job; empty: all are wanted
   std::int64_t free_ns = 0;          // when the job before this one was due to end; 0: it did not run
 
@@ -223,6 +225,7 @@ Bytes HostOptimizer::State::compute(UpdateJob& job) {
     }
   }
   if (job.task == UpdateTask::draft) begin_draft(job);
+  const bool is_factored = job.rule == UpdateRule::adafactor && job.task == UpdateTask::update;
   cut_into_chunks(job.pieces, chunks);
   if (job.sums) sums.assign(chunks.size(), 0.0);
   for_each_number(arena, chunks.size(), [&](std::size_t i) {
@@ -230,10 +233,15 @@ Bytes HostOptimizer::State::compute(UpdateJob& job) {
     if (job.sums) {
       sums[i] = sum_of_squares(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
     }
-    if (job.task == UpdateTask::sum) return;
+    if (job.task == UpdateTask::sum || is_factored) return;
     update_elements(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
     pace->part_done();
   });
+  if (is_factored) {
+    factored.run(
+        job, [&](std::size_t count, const auto& each) { for_each_number(arena, count, each); },
+        [&] { pace->part_done(); });
+  }
   if (job.task == UpdateTask::draft) job.progress->num_left_out = job.log.header->num_left;
   for (std::size_t i = 0; i < chunks.size() && job.sums; ++i) {
     const std::size_t piece = chunks[i].piece;

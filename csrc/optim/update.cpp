@@ -1,7 +1,6 @@
 #include "optim/update.h"
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #if defined(__aarch64__)
@@ -12,13 +11,12 @@
 #include "base/errors.h"
 #include "optim/flush_denormals.h"
 #include "optim/moment_codes.h"
+#include "optim/scaled_gradient.h"
 
 namespace noria {
 namespace {
 
-// How many elements of a gradient are multiplied at once.
-constexpr std::size_t kBlock = 2048;
-static_assert(kUndoBlock <= kBlock && kUndoBlock % kStateBlock == 0);
+static_assert(kUndoBlock <= ScaledGradient::kMost && kUndoBlock % kStateBlock == 0);
 
 // Elements per task: 0.6 to 1.8 MiB of traffic. That is far more than the cost of a task, and far less than a unit.
 constexpr std::int64_t kChunk = 64 * 1024;
@@ -52,18 +50,6 @@ std::vector<NamedKernels> find_kernels() {
 const std::vector<NamedKernels>& all_kernels() {
   static const std::vector<NamedKernels> kernels = find_kernels();
   return kernels;
-}
-
-const UpdateKernels& kernels_for(const std::string& instruction_set) {
-  const auto& kernels = all_kernels();
-  if (instruction_set.empty()) return *kernels.back().second;
-  std::string known;
-  for (const auto& [name, entries] : kernels) {
-    if (name == instruction_set) return *entries;
-    known += (known.empty() ? "" : ", ") + name;
-  }
-  throw UsageError("an instruction set of this build and machine (" + known + ")", "\"" + instruction_set + "\"",
-                   "leave it out: the widest is taken");
 }
 
 MasterFormat format_of(const UnitArrays& arrays) {
@@ -114,16 +100,17 @@ class Elements {
       : job_(job),
         piece_(piece),
         kernels_(kernels),
-        format_(static_cast<int>(format_of(job.arrays))),
-        way_(kernels.update[static_cast<int>(job.rule)][format_].of[static_cast<int>(job.state_format())]),
+        format_(format_of(job.arrays)),
+        way_(kernels.update[static_cast<int>(job.rule)][static_cast<int>(format_)]
+                 .of[static_cast<int>(job.state_format())]),
         is_redo_(job.task == UpdateTask::redo && !have_same_bits(piece.scalars, piece.drafted)) {}
 
   void update(std::size_t begin, std::size_t end) const {
     while (begin < end) {
       // A kernel counts in 32 bits.
-      const std::size_t most = is_scaled(piece_.scalars) ? kBlock : end - begin;
+      const std::size_t most = ScaledGradient::has_work(piece_.scalars) ? ScaledGradient::kMost : end - begin;
       const std::size_t size = std::min({most, end - begin, before_carry(begin)});
-      Scaled scaled;
+      ScaledGradient scaled;
       const void* gradient = seen(piece_.scalars, begin, size, scaled);
       const FlushDenormals flush(is_flushed());
       way_.update(arrays(begin), gradient, size, piece_.scalars, first_random(piece_.scalars.rounding, number(begin)));
@@ -137,7 +124,7 @@ class Elements {
       std::atomic_ref(log.header->num_left).fetch_add(1, std::memory_order_relaxed);
       return;
     }
-    Scaled scaled;
+    ScaledGradient scaled;
     const void* gradient = seen(piece_.scalars, begin, end - begin, scaled);
     const FlushDenormals flush(is_flushed());
     way_.draft(arrays(begin), gradient, end - begin, piece_.scalars,
@@ -146,7 +133,7 @@ class Elements {
   void undo(std::size_t begin, std::size_t end) const {
     const UndoBlock log = log_of(begin);
     if (*log.begin == kLeftOut) return;
-    Scaled scaled;
+    ScaledGradient scaled;
     const void* gradient = seen(piece_.drafted, begin, end - begin, scaled);
     const FlushDenormals flush(is_flushed());
     way_.undo(arrays(begin), gradient, end - begin, piece_.drafted, log);
@@ -158,16 +145,7 @@ class Elements {
   }
 
  private:
-  // Elements of a gradient that has been multiplied. They stay in the first cache until the rule has read them. Not
-  // initialised: each is written before it is read.
-  struct Scaled {
-    alignas(64) std::array<float, kBlock> of;  // NOLINT(cppcoreguidelines-pro-type-member-init)
-  };
-
   bool is_flushed() const { return job_.rule != UpdateRule::lion; }
-  static bool is_scaled(const UpdateScalars& scalars) {
-    return scalars.divisor != 1.0f || scalars.prefactor != 1.0f || scalars.factor != 1.0f;
-  }
   std::size_t inside(std::size_t at) const { return at - static_cast<std::size_t>(piece_.offset); }
   std::uint64_t number(std::size_t at) const { return piece_.first + inside(at); }
   /// Returns how many elements from `at` on have numbers with the same upper half.
@@ -178,28 +156,31 @@ class Elements {
     return {job_.log.bytes + at, job_.log.begins + block, job_.log.header, job_.log.slots, job_.log.num_slots};
   }
   /// Returns the gradient as the rule sees it.
-  const void* seen(const UpdateScalars& scalars, std::size_t begin, std::size_t size, Scaled& scaled) const {
-    const void* gradient = job_.gradient_at(piece_, begin);
-    const auto change = [&](UpdateKernels::Scale by, float factor) {
-      if (factor == 1.0f) return;
-      by(gradient, scaled.of.data(), size, factor);
-      gradient = scaled.of.data();
-    };
-    change(kernels_.divide[format_], scalars.divisor);
-    change(kernels_.scale[format_], scalars.prefactor);
-    change(kernels_.scale[format_], scalars.factor);
-    return gradient;
+  const void* seen(const UpdateScalars& scalars, std::size_t begin, std::size_t size, ScaledGradient& scaled) const {
+    return scaled.seen(kernels_, format_, job_.gradient_at(piece_, begin), size, scalars);
   }
 
   const UpdateJob& job_;
   const UpdatePiece& piece_;
   const UpdateKernels& kernels_;
-  const int format_;
+  const MasterFormat format_;
   const UpdateKernels::Way way_;
   const bool is_redo_;
 };
 
 }  // namespace
+
+const UpdateKernels& kernels_for(const std::string& instruction_set) {
+  const auto& kernels = all_kernels();
+  if (instruction_set.empty()) return *kernels.back().second;
+  std::string known;
+  for (const auto& [name, entries] : kernels) {
+    if (name == instruction_set) return *entries;
+    known += (known.empty() ? "" : ", ") + name;
+  }
+  throw UsageError("an instruction set of this build and machine (" + known + ")", "\"" + instruction_set + "\"",
+                   "leave it out: the widest is taken");
+}
 
 UnitArrays arrays_at(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset) {
   const auto inside = static_cast<std::size_t>(offset - piece.offset);
@@ -235,8 +216,9 @@ Bytes UpdateJob::gradient_bytes() const {
 Bytes UpdateJob::bytes() const {
   if (task == UpdateTask::sum) return gradient_bytes();
   Bytes sum;
+  const std::int64_t master_bytes = rule == UpdateRule::adafactor ? 12 + 2 * gradient_item_bytes() : 8;
   for (const UpdatePiece& piece : pieces) {
-    sum += Bytes{8 + gradient_item_bytes() + (has_log() ? 1 : 0)} * piece.count;
+    sum += Bytes{master_bytes + gradient_item_bytes() + (has_log() ? 1 : 0)} * piece.count;
     sum += Bytes{2 * moment_bytes(state_format(), piece.count)} * num_moments(rule);
   }
   return sum;
@@ -266,6 +248,7 @@ void check(const UpdateJob& job) {
     NORIA_INVARIANT((moment->scales != nullptr) == (moment->codes != nullptr), "codes have scales");
   }
   const bool needs_log = job.task != UpdateTask::update && job.task != UpdateTask::sum;
+  NORIA_INVARIANT(!needs_log || job.rule != UpdateRule::adafactor, "updates of adafactor cannot be undone");
   NORIA_INVARIANT(needs_log == job.has_log() && needs_log == (job.progress != nullptr),
                   "drafts have a log and a progress, other updates have none");
   std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
@@ -279,6 +262,11 @@ void check(const UpdateJob& job) {
                     "an update has no place for what multiplies its gradient");
     NORIA_INVARIANT(job.state_format() != StateFormat::eight_bit || piece.first % kStateBlock == 0,
                     "a piece of an update cuts a block of codes");
+    const FactoredMoments& shape = piece.factored;
+    NORIA_INVARIANT(
+        job.rule != UpdateRule::adafactor || job.task == UpdateTask::sum || piece.count == 0 ||
+            (shape.by_column != nullptr && shape.num_matrices * shape.num_rows * shape.num_columns == piece.count),
+        "adafactor knows rows and columns of each piece, and keeps their moments");
     if (piece.count > 0) ranges.emplace_back(piece.offset, piece.offset + piece.count);
   }
   std::sort(ranges.begin(), ranges.end());

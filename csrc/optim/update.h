@@ -69,6 +69,7 @@ struct UpdateHyper {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0, momentum = 0.0, dampening = 0.0;
   bool nesterov = false, maximize = false;
   double factor = 1.0, divisor = 1.0, prefactor = 1.0;
+  double beta2_decay = -0.8, least_rms = 1e-3, most_rms = 1.0;  // of adafactor: the latter two are eps[1] and d
 };
 
 /// `step` counts from 1; for sgd_momentum from the step that makes its buffer. Throws UsageError if `step` is below 1.
@@ -76,6 +77,14 @@ struct UpdateHyper {
 UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int64_t step, std::uint64_t seed = 0);
 
 bool have_same_bits(const UpdateScalars& a, const UpdateScalars& b);
+
+/// Points at the second moments that adafactor keeps of one parameter. A matrix, in the last two dimensions, has one for
+/// each row and one for each column. Other parameters have one for each element, in `by_column`.
+struct FactoredMoments {
+  std::int64_t num_matrices = 1, num_rows = 1, num_columns = 0;
+  float* by_row = nullptr;
+  float* by_column = nullptr;
+};
 
 /// Describes a contiguous run of elements with the same hyperparameters (one parameter). Pieces of a job do not
 /// overlap.
@@ -94,6 +103,7 @@ struct UpdatePiece {
   // Of a job with an undo log: the scalars that the draft used, and the index of the piece's first block in the log.
   UpdateScalars drafted{};
   std::int64_t first_undo_block = 0;
+  FactoredMoments factored{};  // of adafactor
 };
 
 inline constexpr int kMostLateScales = 2;
@@ -155,6 +165,7 @@ struct UpdateJob {
   }
   Bytes gradient_bytes() const;
   /// Read plus written: AdamW 28 per element on whole masters, 26 on split ones with fp32 moments; with a log 1 more.
+  /// Adafactor reads a parameter twice and its gradient three times.
   Bytes bytes() const;
 };
 
@@ -181,14 +192,18 @@ void check(const UpdateJob& job);
 /// "avx512"; on ARM "neon", "sve2".
 std::vector<std::string> instruction_sets();
 
+/// Returns the loops of an instruction set; if it is empty, of the widest. Throws UsageError for one that
+/// `instruction_sets` does not list.
+const UpdateKernels& kernels_for(const std::string& instruction_set);
+
 /// See UpdateKernels::Sum. `offset` and `count` are as for `update_elements`. The sum of a longer range is the sum of
 /// these sums, in order.
 double sum_of_squares(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset, std::int64_t count,
                       const std::string& instruction_set = "");
 
 /// Does the job's task to `count` elements of a piece. `offset` counts as `UpdatePiece::offset` does; if moments are
-/// codes, a block begins there, and if the job has a log, a block of the log. If `instruction_set` is empty, uses the
-/// widest. Throws UsageError for one that `instruction_sets` does not list.
+/// codes, a block begins there, and if the job has a log, a block of the log. Its rule is elementwise; for adafactor
+/// see optim/factored.h. `instruction_set` is as for `kernels_for`.
 void update_elements(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset, std::int64_t count,
                      const std::string& instruction_set = "");
 

@@ -13,11 +13,14 @@ namespace noria {
 
 /// How many sums are added up for a sum of squares.
 inline constexpr std::size_t kSumSpan = 32;
+/// The most elements of a row that one call of a factored loop takes.
+inline constexpr std::size_t kStretch = 2048;
 
 /// Names the formula that turns a gradient into a new value (optim/update_rules.inc). SGD without momentum keeps no
-/// state, so it is a rule of its own.
-enum class UpdateRule : std::uint8_t { adamw, adam, sgd, sgd_momentum, lion };
-inline constexpr int kNumRules = 5;
+/// state, so it is a rule of its own. The last one is not elementwise (optim/factored_kernels.inc).
+enum class UpdateRule : std::uint8_t { adamw, adam, sgd, sgd_momentum, lion, adafactor };
+inline constexpr int kNumRules = 6;
+inline constexpr int kNumElementwiseRules = 5;
 
 /// How the fp32 master is kept: whole (it is the working copy), or split; see optim/split_master.h.
 enum class MasterFormat : std::uint8_t { whole, split };
@@ -37,10 +40,10 @@ struct UpdateScalars {
   float divisor;
   float prefactor;
   float factor;
-  float decay;          // adamw, lion: -lr * weight_decay; adam, sgd: weight_decay
-  float negative_step;  // adamw, adam: -lr / (1 - beta1^step); else -lr
+  float decay;          // adamw, lion, adafactor: -lr * weight_decay; adam, sgd: weight_decay
+  float negative_step;  // adamw, adam: -lr / (1 - beta1^step); adafactor: -min(lr, 1 / sqrt(step)); else -lr
   float one_minus_beta1;
-  float one_minus_beta2;
+  float one_minus_beta2;     // adafactor: step^beta2_decay
   float inverse_bias2_root;  // 1 / sqrt(1 - beta2^step)
   float eps;
   float momentum;
@@ -50,6 +53,8 @@ struct UpdateScalars {
   float nesterov;
   float is_first;          // of sgd_momentum: overwrite the buffer with the gradient
   std::uint32_t rounding;  // of moments in fewer bits: from seed and step
+  float least_rms;         // adafactor: the least root mean square of the parameter that its step is relative to
+  float most_rms;          // adafactor: that of the update, before it is clipped
 };
 
 /// Gives a range of elements its random bits: those of its first element come from this number.
@@ -127,7 +132,31 @@ struct UpdateKernels {
     Way of[kNumStateFormats] = {};
   };
 
-  Ways update[kNumRules][kNumMasterFormats] = {};
+  /// Sums of squares of a stretch of one row.
+  struct Squares {
+    double of_gradient = 0.0;
+    double of_parameter = 0.0;
+  };
+  /// Loops over a stretch of one row, at most kStretch elements: see optim/factored_kernels.inc. The update of an
+  /// element is its gradient times `by_row` times its `by_column`, a product that is at most `most`.
+  struct Factored {
+    /// Adds the squares of the gradient to `by_column`.
+    Squares (*squares)(const UnitArrays& arrays, const void* gradient, std::size_t count, float* by_column) = nullptr;
+    /// Moves each second moment by `share` of the way to the gradient's square.
+    Squares (*moments)(const UnitArrays& arrays, const void* gradient, std::size_t count, float share,
+                       float* moments) = nullptr;
+    /// Returns the sum of the squares of the updates.
+    double (*updates)(const void* gradient, std::size_t count, float by_row, const float* by_column,
+                      float most) = nullptr;
+    /// Parameters decay by `decay`, then move by `step` times their updates.
+    void (*apply)(const UnitArrays& arrays, const void* gradient, std::size_t count, float by_row,
+                  const float* by_column, float most, float decay, float step) = nullptr;
+  };
+
+  Ways update[kNumElementwiseRules][kNumMasterFormats] = {};
+  Factored factored[kNumMasterFormats] = {};
+  /// Computes 1 / sqrt(value) of each.
+  void (*inverse_roots)(const float* values, std::size_t count, float* roots) = nullptr;
   Scale scale[kNumMasterFormats] = {};
   Scale divide[kNumMasterFormats] = {};
   Sum sum[kNumMasterFormats] = {};

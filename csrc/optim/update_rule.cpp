@@ -1,5 +1,6 @@
 // Names the rules and the number of moments that each keeps, and computes hyperparameters in the form that the formulas
 // use.
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -30,7 +31,7 @@ std::uint32_t rounding_key(std::uint64_t seed, std::int64_t step) {
 }
 
 constexpr std::array<Described, kNumRules> kRules{
-    {{"adamw", 2}, {"adam", 2}, {"sgd", 0}, {"sgd_momentum", 1}, {"lion", 1}}};
+    {{"adamw", 2}, {"adam", 2}, {"sgd", 0}, {"sgd_momentum", 1}, {"lion", 1}, {"adafactor", 0}}};
 
 }  // namespace
 
@@ -55,18 +56,22 @@ bool have_same_bits(const UpdateScalars& a, const UpdateScalars& b) {
 UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int64_t step, std::uint64_t seed) {
   if (step < 1) throw UsageError("a step that counts from 1", std::to_string(step), "count the step before the update");
   const bool is_adam = rule == UpdateRule::adamw || rule == UpdateRule::adam;
-  const bool is_decoupled = rule == UpdateRule::adamw || rule == UpdateRule::lion;
+  const bool is_factored = rule == UpdateRule::adafactor;
+  const bool is_decoupled = rule == UpdateRule::adamw || rule == UpdateRule::lion || is_factored;
   // Computes powers in double: in float they differ from torch's within a thousand steps.
   const double bias1 = is_adam ? 1.0 - std::pow(hyper.beta1, static_cast<double>(step)) : 1.0;
   const double bias2 = is_adam ? 1.0 - std::pow(hyper.beta2, static_cast<double>(step)) : 1.0;
+  const auto count = static_cast<double>(step);
+  const double lr = is_factored ? std::min(hyper.lr, 1.0 / std::sqrt(count)) : hyper.lr / bias1;
+  const double share = is_factored ? std::pow(count, hyper.beta2_decay) : 1.0 - hyper.beta2;
   UpdateScalars scalars{};
   scalars.divisor = static_cast<float>(hyper.divisor);
   scalars.prefactor = static_cast<float>(hyper.prefactor);
   scalars.factor = static_cast<float>(hyper.maximize ? -hyper.factor : hyper.factor);
   scalars.decay = static_cast<float>(is_decoupled ? -hyper.lr * hyper.weight_decay : hyper.weight_decay);
-  scalars.negative_step = static_cast<float>(-hyper.lr / bias1);
+  scalars.negative_step = static_cast<float>(-lr);
   scalars.one_minus_beta1 = static_cast<float>(1.0 - hyper.beta1);
-  scalars.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
+  scalars.one_minus_beta2 = static_cast<float>(share);
   scalars.inverse_bias2_root = static_cast<float>(1.0 / std::sqrt(bias2));
   scalars.eps = static_cast<float>(hyper.eps);
   scalars.momentum = static_cast<float>(hyper.momentum);
@@ -74,6 +79,8 @@ UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int
   scalars.nesterov = hyper.nesterov ? 1.0f : 0.0f;
   scalars.is_first = step == 1 ? 1.0f : 0.0f;
   scalars.rounding = rounding_key(seed, step);
+  scalars.least_rms = static_cast<float>(hyper.least_rms);
+  scalars.most_rms = static_cast<float>(hyper.most_rms);
   return scalars;
 }
 

@@ -575,6 +575,8 @@ class UpdateScalars:
     nesterov: float
     is_first: float
     rounding: int
+    least_rms: float
+    most_rms: float
 
 def update_scalars(
     rule: str,
@@ -593,8 +595,13 @@ def update_scalars(
     divisor: float = 1.0,
     prefactor: float = 1.0,
     seed: int = 0,
+    beta2_decay: float = -0.8,
+    least_rms: float = 1e-3,
+    most_rms: float = 1.0,
 ) -> UpdateScalars:
-    """Returns a step's scalars. `rule`: adamw, adam, sgd, sgd_momentum or lion. `seed`: of the rounding of moments."""
+    """Returns a step's scalars. `rule`: adamw, adam, sgd, sgd_momentum, lion or adafactor. `seed`: of the rounding of
+    moments. The last two are Adafactor's eps[1] and d.
+    """
 
 def instruction_sets() -> list[str]: ...
 
@@ -629,6 +636,7 @@ class UpdateJob:
         sums: bool = False,
         late_scales: Sequence[tuple[int, int]] = ...,
         gradients: Sequence[int] = ...,
+        factored: Sequence[tuple[int, int, int, int, int]] = ...,
     ) -> None:
         """A piece is (offset, count, scalars), in elements. If moments are not fp32, the numbers of its first element
         and of that element's block of scales follow. `task`: "update", or "sum" for the sums of squares alone; `sums`:

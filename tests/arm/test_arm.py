@@ -73,6 +73,14 @@ def test_updates_on_arm_have_the_bits_of_the_host(vectors, processor):
     assert "compared 52 cases" in said
 
 
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_adafactor_on_arm_has_the_bits_of_the_host(vectors, processor):
+    of_host = subprocess.run([HOST / "update_vectors", "adafactor"], capture_output=True, text=True, check=True)
+    command = ["qemu-aarch64", "-cpu", processor, CROSS / "update_vectors", "adafactor", PROCESSORS[processor]]
+    on_arm = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert len(of_host.stdout.strip()) > 8 and on_arm.stdout == of_host.stdout
+
+
 def test_a_bit_that_differs_is_found(vectors, tmp_path):
     content = bytearray(vectors.read_bytes())
     content[-9] ^= 1  # the last code that must come out; behind it, the size of an array that Lion lacks

@@ -2,6 +2,7 @@
 //
 //     update_vectors write FILE            what this machine's updates make of the samples
 //     update_vectors compare FILE [SET]    does each instruction set (or SET) make the same? One line for each.
+//     update_vectors adafactor [SET]       a checksum of what updates of Adafactor make of samples
 //
 // Each case is a rule, a master and a format of moments. The samples are all combinations of special values as p, m, v
 // and gradient, random bits, and edges: values for which an operation of the rule gives a result just below 2^-126. See
@@ -12,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <iostream>
 #include <limits>
 #include <map>
@@ -20,6 +22,7 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "optim/factored.h"
 #include "optim/moment_codes.h"
 #include "optim/split_master.h"
 #include "optim/update.h"
@@ -389,7 +392,7 @@ UpdateHyper hyper_of(float factor) {
 // Throws if an operation of a rule has no edge among the samples, as fp32.
 std::vector<Vector> made() {
   std::vector<Vector> vectors;
-  for (int number = 0; number < kNumRules; ++number) {
+  for (int number = 0; number < kNumElementwiseRules; ++number) {
     const auto rule = static_cast<UpdateRule>(number);
     for (const float factor : kFactors) {
       const UpdateScalars scalars = update_scalars(rule, hyper_of(factor), 3, 11);
@@ -442,6 +445,74 @@ int compare(const std::string& path, const std::string& wanted) {
   return result;
 }
 
+// ---- adafactor -----------------------------------------------------------------------------------------------------
+
+// Returns floats with random bits, whose magnitudes are between 2^-30 and 2^2: no sum is a NaN.
+std::vector<float> usual_values(std::size_t count, std::uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<float> values(count);
+  for (float& value : values) {
+    const auto bits = static_cast<std::uint32_t>(random());
+    value = std::bit_cast<float>((bits & 0x807fffffu) | ((97u + (bits >> 23) % 32u) << 23));
+  }
+  return values;
+}
+
+// FNV-1a, of the bytes.
+template <class Element>
+void add(std::uint64_t& sum, const std::vector<Element>& values) {
+  const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
+  for (std::size_t i = 0; i < values.size() * sizeof(Element); ++i) sum = (sum ^ bytes[i]) * 0x100000001b3u;
+}
+
+std::uint64_t checksum_of_adafactor(const std::string& set) {
+  struct Shape {
+    std::int64_t num_matrices, num_rows, num_columns;
+    bool is_matrix;
+  };
+  const std::vector<Shape> shapes{{1, 70, 2100, true}, {5, 9, 33, true}, {1, 200, 3, true}, {1, 1, 5000, false}};
+  std::uint64_t sum = 0xcbf29ce484222325u;
+  std::uint32_t seed = 0;
+  for (const Shape& shape : shapes) {
+    for (const bool is_split : {false, true}) {
+      const auto count = static_cast<std::size_t>(shape.num_matrices * shape.num_rows * shape.num_columns);
+      std::vector<float> master = usual_values(count, ++seed);
+      std::vector<std::uint16_t> working(count), low(count), narrow;
+      split_master(master.data(), working.data(), low.data(), count);
+      std::vector<float> by_row(static_cast<std::size_t>(shape.num_matrices * shape.num_rows));
+      std::vector<float> by_column(count / static_cast<std::size_t>(shape.is_matrix ? shape.num_rows : 1));
+      for (std::int64_t step = 1; step <= 4; ++step) {
+        const std::vector<float> gradient = usual_values(count, ++seed);
+        narrow.clear();
+        for (const float each : gradient) narrow.push_back(high_half(each));
+        UpdateJob job;
+        job.rule = UpdateRule::adafactor;
+        if (is_split) job.arrays.working = working.data(), job.arrays.low = low.data();
+        else job.arrays.master = master.data();
+        job.gradient = is_split ? static_cast<const void*>(narrow.data()) : gradient.data();
+        UpdatePiece& piece = job.pieces.emplace_back();
+        piece.count = static_cast<std::int64_t>(count);
+        UpdateHyper hyper{.lr = 0.019, .eps = 0x1p-23, .weight_decay = 0.13};
+        hyper.factor = step == 3 ? 0.3 : 1.0;
+        piece.scalars = update_scalars(job.rule, hyper, step);
+        piece.factored = {shape.num_matrices, shape.num_rows, shape.num_columns,
+                          shape.is_matrix ? by_row.data() : nullptr, by_column.data()};
+        check(job);
+        const auto one_by_one = [](std::size_t parts, const std::function<void(std::size_t)>& each) {
+          for (std::size_t i = 0; i < parts; ++i) each(i);
+        };
+        FactoredUpdate().run(job, one_by_one, [] {}, set);
+      }
+      add(sum, master);
+      add(sum, working);
+      add(sum, low);
+      add(sum, by_row);
+      add(sum, by_column);
+    }
+  }
+  return sum;
+}
+
 }  // namespace
 }  // namespace noria
 
@@ -455,6 +526,10 @@ int main(int count, char** arguments) {
   if ((words.size() == 2 || words.size() == 3) && words[0] == "compare") {
     return noria::compare(words[1], words.size() == 3 ? words[2] : "");
   }
-  std::cerr << "expected: write FILE, or compare FILE [SET]\n";
+  if (!words.empty() && words.size() <= 2 && words[0] == "adafactor") {
+    std::cout << std::hex << noria::checksum_of_adafactor(words.size() == 2 ? words[1] : "") << "\n";
+    return 0;
+  }
+  std::cerr << "expected: write FILE, compare FILE [SET], or adafactor [SET]\n";
   return 2;
 }
