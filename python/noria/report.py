@@ -9,6 +9,7 @@ from torch import nn
 
 from noria import _C
 from noria.doctor import host_memory_gib_s as measured_gib_s
+from noria.model.update_rules import keeps_moments
 from noria.pipeline.peer_memory import Loan
 from noria.planning.cost_table import COLUMNS, aligned, cost_rows, rates_text
 from noria.planning.measured_costs import MeasuredCosts
@@ -506,7 +507,7 @@ def _advice(wrapped: Wrapped, sums: dict[str, int], bound: Bound, updates: Updat
             f"draft_memory={needed} ({format_bytes(needed)}) lets all {len(plan.draftable)} units be updated behind "
             f"backward as well, not {len(plan.drafted)}"
         )
-    if plan.fused and wrapped.context.policy.state_dtype == "fp32":
+    if keeps_moments(plan.fused) and wrapped.context.policy.state_dtype == "fp32":
         remedies.append('state_dtype="bf16" makes an update move a third less memory')
     if updates.total_us > compute_us:
         remedies.append("a larger batch, or more micro-batches for each step, gives them more to hide behind")

@@ -27,8 +27,9 @@ COVERED: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD with momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}),
     "SGD with Nesterov's": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "Lion": (noria.optim.Lion, {"lr": 1e-2, "weight_decay": 0.1}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
 }
-NUM_MOMENTS = {"AdamW": 2, "Adam": 2, "SGD": 0, "SGD with momentum": 1, "SGD with Nesterov's": 1, "Lion": 1}
+NUM_MOMENTS = {"SGD": 0, "SGD with momentum": 1, "SGD with Nesterov's": 1, "Lion": 1, "Adafactor": 0}  # others: 2
 covered = pytest.mark.parametrize("name", COVERED)
 dtypes = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 

@@ -123,7 +123,7 @@ CLASSES: dict[str, Make] = {
 def test_so_does_an_optimizer_that_only_torch_can_run(name):
     twin, side = pair(None)
     twin.optimizer = CLASSES[name](twin.model.parameters())
-    wrap_in_two_steps(side, CLASSES[name])
+    wrap_in_two_steps(side, CLASSES[name], kernel="torch")
     for each in (twin, side):
         each.train(0, 3)
     assert_equal_sides(side, twin)
@@ -132,13 +132,14 @@ def test_so_does_an_optimizer_that_only_torch_can_run(name):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kernel", ["fused", "torch"])
-@pytest.mark.parametrize("name", ["adamw", "momentum"])
+@pytest.mark.parametrize("name", ["adamw", "momentum", "Adafactor"])
 def test_two_steps_give_the_bits_of_one(name, kernel, dtype):
     one, two = pair(None)
-    one.optimizer = OPTIMIZERS[name](one.model.parameters())
+    make = (OPTIMIZERS | CLASSES)[name]
+    one.optimizer = make(one.model.parameters())
     one.model.to("cpu")
     wrap_side(one, kernel=kernel, dtype=dtype, window=2)
-    wrap_in_two_steps(two, OPTIMIZERS[name], kernel=kernel, dtype=dtype)
+    wrap_in_two_steps(two, make, kernel=kernel, dtype=dtype)
     for each in (one, two):
         each.train(0, 4)
     assert_equal_sides(two, one)

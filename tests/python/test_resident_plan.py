@@ -62,7 +62,7 @@ def test_an_amount_for_no_unit_is_said():
     planned = plan_of(resident=1000)
     assert not planned.stays and any("no unit stays" in note for note in planned.unpredicted)
     planned = plan_of(resident="1GiB", kernel="torch")
-    assert not planned.stays and any("torch updates all of them" in note for note in planned.unpredicted)
+    assert not planned.stays and any("only the host updates them" in note for note in planned.unpredicted)
 
 
 def test_units_that_stay_and_the_window_share_the_device():

@@ -11,6 +11,7 @@ free. So the model and its whole home never exist together.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -22,6 +23,7 @@ from noria._progress import Bar
 from noria.host.limits import numa_node
 from noria.model.layout import (
     AVERAGES,
+    FACTORED,
     GRADIENT_RING,
     GRADIENT_SCALES,
     TORCH_STATE,
@@ -29,6 +31,8 @@ from noria.model.layout import (
     HomeParameter,
     HomeUnit,
     Region,
+    aligned,
+    factored_shapes,
 )
 from noria.model.moment_formats import MOMENTS, SCALES
 from noria.policy import format_bytes
@@ -44,7 +48,7 @@ _USES = {
     GRADIENT_RING: "device",
 }
 
-LATE = ("low bits", "masters", *MOMENTS, *SCALES, TORCH_STATE, UNDO_LOGS)
+LATE = ("low bits", "masters", *MOMENTS, *SCALES, FACTORED, TORCH_STATE, UNDO_LOGS)
 """Purposes whose pages are taken while the weights move (the first two), or after that."""
 
 # Purposes that only the host reads and writes: their arenas are not registered, unless updates run on the device.
@@ -245,6 +249,15 @@ class Home:
         """Returns the scales of a moment that is stored as codes, one for each block."""
         like = torch.empty(slot.num_blocks, device="meta")
         return self._state(purpose, slot, self.scales_offset(slot), like, torch.float32, before_write)
+
+    def factored(self, slot: HomeParameter, key: str, before_write: Callable[[], None] | None = None) -> torch.Tensor:
+        """Returns second moments that Adafactor keeps of a parameter, by key of its state."""
+        offset, shapes = slot.factored_offset, factored_shapes(slot.like.shape)
+        for other, shape in shapes.items():
+            if other == key:
+                break
+            offset += aligned(4 * math.prod(shape))
+        return self._state(FACTORED, slot, offset, torch.empty(shapes[key], device="meta"), torch.float32, before_write)
 
     @staticmethod
     def moment_offset(slot: HomeParameter, dtype: torch.dtype) -> int:

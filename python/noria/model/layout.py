@@ -18,6 +18,7 @@ from noria.model.partition import UnitSpec
 
 __all__ = [
     "AVERAGES",
+    "FACTORED",
     "GRADIENT_RING",
     "GRADIENT_SCALES",
     "SHOWN",
@@ -31,6 +32,8 @@ __all__ = [
     "StatePlace",
     "aligned",
     "describe_units",
+    "factored_region",
+    "factored_shapes",
     "held_region",
     "scales_region",
     "travel_dtype",
@@ -55,6 +58,9 @@ SLOTS_PER_ELEMENT = 1 / 32
 AVERAGES = "averaged weights"
 """The purpose of the arena for averages of weights. A second one has a number behind it."""
 
+FACTORED = "factored moments"
+"""The purpose of the arena for second moments by row and by column."""
+
 SHOWN = "materialized weights"
 """The purpose of the arena for whole weights that ranks share, while a block of `noria.materialize` is open."""
 
@@ -69,6 +75,7 @@ class HomeParameter:
     - `gradient_offset`: -1 if the parameter is frozen.
     - `is_split`: the master consists of the working copy and the low bits. Otherwise a master is plain.
     - `first_block`, `num_blocks`: the blocks that share a scale if moments are codes. They are counted per unit.
+    - `factored_offset`: in the unit's part of the arena FACTORED.
     - `scales_offset`: in the unit's part of the arena GRADIENT_SCALES; -1 if the parameter is frozen.
 
     If ranks share the model, the home has one part of the parameter:
@@ -96,6 +103,7 @@ class HomeParameter:
     is_split: bool = False
     first_block: int = 0
     num_blocks: int = 0
+    factored_offset: int = 0
     home_offset: int = 0
     scales_offset: int = -1
     first: int = 0
@@ -254,6 +262,30 @@ def scales_region(units: Iterable[HomeUnit]) -> Region:
     return Region.of(GRADIENT_SCALES, (_SCALES_BYTES * _num_trainable(unit) for unit in units))
 
 
+def factored_shapes(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the second moments that Adafactor keeps, by key of its state.
+
+    A matrix, in the last two dimensions, has one for each row and one for each column. Other parameters have one for
+    each element.
+    """
+    if len(shape) < 2:
+        return {"variance": tuple(shape)}
+    return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+
+
+def factored_bytes(slot: HomeParameter) -> int:
+    """Returns the bytes of a parameter's second moments in the arena FACTORED."""
+    if not slot.trainable:
+        return 0
+    return sum(aligned(4 * math.prod(shape)) for shape in factored_shapes(slot.like.shape).values())
+
+
+def factored_region(units: Iterable[HomeUnit], kept: Container[int]) -> Region:
+    """Returns the arena FACTORED, with a part for each unit in `kept`."""
+    sizes = (sum(map(factored_bytes, unit.parameters)) if unit.index in kept else 0 for unit in units)
+    return Region.of(FACTORED, sizes)
+
+
 def _num_trainable(unit: HomeUnit) -> int:
     return sum(slot.trainable for slot in unit.parameters)
 
@@ -315,13 +347,15 @@ def describe_units(
             if num_shards > 1:
                 part = (weights - begin) // num_shards
                 _set_shards(parameters[-len(members) :] if members else [], begin, part, rank, num_shards)
-        first_block = 0
+        first_block = factored = 0
         for number, slot in enumerate(slot for slot in parameters if slot.trainable):
             slot.scales_offset = number * _SCALES_BYTES
         for slot in parameters:
             slot.first_block = first_block
             slot.num_blocks = -(-slot.like.numel() // _C.STATE_BLOCK) if slot.trainable else 0
             first_block += slot.num_blocks
+            slot.factored_offset = factored
+            factored += factored_bytes(slot)
         weights = max(weights, alignment * num_shards)
         described.append(HomeUnit(spec.name, len(described), spec.is_block, weights, gradients, parameters, num_shards))
     return described

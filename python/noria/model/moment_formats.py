@@ -16,7 +16,7 @@ import torch
 
 from noria import _C
 from noria._errors import usage_error
-from noria.model.layout import aligned
+from noria.model.layout import FACTORED, aligned
 
 if TYPE_CHECKING:
     from noria.model.layout import HomeUnit
@@ -70,6 +70,7 @@ _ROOTS = {**_FORMAT, "version": 1}
 PURPOSE_OF = {key: MOMENTS[number] for key, number in MOMENT_OF.items()} | {
     SCALES_KEY[key]: SCALES[number] for key, number in MOMENT_OF.items()
 }
+PURPOSE_OF |= dict.fromkeys(("row_var", "col_var", "variance"), FACTORED)
 """The arena, by key of the optimizer's state."""
 
 ROUNDING_STEP = "rounding_step"
@@ -88,8 +89,8 @@ def moment_dtype(state_dtype: str, key: str) -> torch.dtype:
 
 
 def keys_of(keys: tuple[str, ...], state_dtype: str) -> tuple[str, ...]:
-    """Returns the keys of all state tensors of a rule with these moments."""
-    return keys if state_dtype != "8bit" else (*keys, *(SCALES_KEY[key] for key in keys))
+    """Returns the keys of all state tensors of a rule with these moments. Factored moments are always fp32."""
+    return keys if state_dtype != "8bit" else (*keys, *(SCALES_KEY[key] for key in keys if key in SCALES_KEY))
 
 
 def moment_bytes(unit: HomeUnit, dtype: torch.dtype | None, state_dtype: str) -> int:

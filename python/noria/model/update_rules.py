@@ -9,6 +9,7 @@ Note [Who updates a unit]. For each optimizer of a wrap call, noria chooses the 
 - the real torch optimizer as a whole.
 
 A unit is fused if its dtypes allow it, all optimizers that hold parts of it are fused, and no parameter is held twice.
+For Adafactor its parameters must be contiguous, too.
 Otherwise torch updates the unit for all of its optimizers. The reason: under dtype=bfloat16 a unit's masters are either
 split (fused) or plain (torch). A unit that no optimizer holds yet is treated as if all optimizers held it, because any
 of them could take it up.
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import usage_error
-from noria.model.layout import HomeParameter, HomeUnit
+from noria.model.layout import HomeParameter, HomeUnit, factored_shapes
 from noria.model.moment_formats import ROUNDING_STEP, SCALES_KEY
 from noria.optim import Lion
 
@@ -39,7 +40,9 @@ __all__ = [
     "Scaling",
     "choose",
     "fused_units",
+    "keeps_moments",
     "keeps_state",
+    "need_two_numbers",
     "no_number_in",
     "rule_of",
     "why_not_fused",
@@ -72,12 +75,24 @@ class FusedRule:
     """Describes a rule of csrc/optim, and the state that torch's optimizer keeps for it."""
 
     name: str
-    keys: tuple[str, ...]  # tensors, in the order of moment_formats.MOMENTS
+    keys: tuple[str, ...]  # moments by element, in the order of moment_formats.MOMENTS
     counts_steps: bool = False  # in state["step"]
     begins_anew: bool = False  # True: an incomplete state begins anew. False: torch raises
+    is_factored: bool = False  # second moments are kept by row and column, and updates run on the host alone
+
+    def shapes(self, slot: HomeParameter) -> dict[str, Sequence[int]]:
+        """Returns the shapes of the tensors that the rule keeps of a parameter, by key."""
+        if self.is_factored:
+            return dict(factored_shapes(slot.like.shape))
+        return dict.fromkeys(self.keys, slot.like.shape)
+
+    def keys_of(self, slot: HomeParameter) -> tuple[str, ...]:
+        return self.keys if not self.is_factored else tuple(self.shapes(slot))
 
     def bytes_per_element(self, is_split: bool, state_dtype: str = "fp32") -> float:
         """Returns the bytes per element that an update reads and writes."""
+        if self.is_factored:  # the parameter is read twice, its gradient three times
+            return 12 + 3 * (2 if is_split else 4)
         moment = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / _C.STATE_BLOCK}[state_dtype]
         return 8 + (2 if is_split else 4) + moment * len(self.keys)
 
@@ -85,18 +100,18 @@ class FusedRule:
         """Raises UsageError if torch's own step would raise: entries are missing, or not of the parameter's shape."""
         remedy = "give the state that this optimizer has made for this model, or none, to begin anew"
         missing = ["step"] if self.counts_steps and values.get("step") is None else []
-        shape = slot.like.shape
-        for key in self.keys:
+        shapes = self.shapes(slot)
+        for key, shape in shapes.items():
             value = values.get(key)
             if value is None:
                 missing.append(key)
             elif not isinstance(value, torch.Tensor) or value.shape != shape:
                 raise usage_error(*_of_shape(slot, key, shape, value), remedy)
-            scales = values.get(SCALES_KEY[key])
+            scales = values.get(SCALES_KEY[key]) if key in SCALES_KEY else None
             if scales is not None and (not isinstance(scales, torch.Tensor) or scales.shape != (slot.num_blocks,)):
                 raise usage_error(*_of_shape(slot, SCALES_KEY[key], (slot.num_blocks,), scales), remedy)
         if missing and not self.begins_anew and any(key not in NORIAS_OWN for key in values):
-            needed = [*self.keys, *(["step"] if self.counts_steps else [])]
+            needed = [*shapes, *(["step"] if self.counts_steps else [])]
             present = [str(key) for key, value in values.items() if value is not None]
             raise usage_error(
                 f'{_quoted(needed)} of "{slot.name}" in the optimizer\'s state, or nothing',
@@ -123,6 +138,12 @@ class FusedRule:
         """
         divisor, prefactor = scaling
         numbers: dict[str, Any] = {key: float(hyper[key]) for key in _ANY_NUMBER if key in hyper}
+        if self.is_factored:
+            least, least_rms = hyper["eps"]
+            numbers["eps"] = torch.finfo(torch.float32).eps if least is None else float(least)
+            numbers |= {"least_rms": float(least_rms), "most_rms": float(hyper["d"])}
+        elif "eps" in hyper:
+            numbers["eps"] = float(hyper["eps"])
         if "betas" in hyper:
             numbers["beta1"], numbers["beta2"] = (float(beta) for beta in hyper["betas"])
         flags = {key: bool(hyper[key]) for key in ("nesterov", "maximize") if key in hyper}
@@ -142,18 +163,20 @@ def _of_shape(slot: HomeParameter, key: str, shape: Sequence[int], value: object
 
 
 NORIAS_OWN = ("low_bits", ROUNDING_STEP)  # noria's entries in a state, beside torch's
-_ANY_NUMBER = ("lr", "eps", "weight_decay", "momentum", "dampening")
+_ANY_NUMBER = ("lr", "weight_decay", "momentum", "dampening", "beta2_decay")
 _NUMBERS_OF: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("lr", "betas", "eps", "weight_decay"),
     torch.optim.Adam: ("lr", "betas", "eps", "weight_decay"),
     torch.optim.SGD: ("lr", "momentum", "dampening", "weight_decay"),
     Lion: ("lr", "betas", "weight_decay"),
+    torch.optim.Adafactor: ("lr", "beta2_decay", "eps", "d", "weight_decay"),
 }
 _ADAMW = FusedRule("adamw", ("exp_avg", "exp_avg_sq"), counts_steps=True)
 _ADAM = FusedRule("adam", ("exp_avg", "exp_avg_sq"), counts_steps=True)
 _SGD = STATELESS = FusedRule("sgd", ())
 _SGD_MOMENTUM = FusedRule("sgd_momentum", ("momentum_buffer",), begins_anew=True)
 _LION = FusedRule("lion", ("exp_avg",))
+_ADAFACTOR = FusedRule("adafactor", (), counts_steps=True, is_factored=True)
 
 
 def rule_of(cls: type[Optimizer], group: dict[str, Any]) -> FusedRule:
@@ -162,14 +185,21 @@ def rule_of(cls: type[Optimizer], group: dict[str, Any]) -> FusedRule:
         return _SGD_MOMENTUM if float(group["momentum"]) != 0 else _SGD
     if cls is Lion:
         return _LION
+    if cls is torch.optim.Adafactor:
+        return _ADAFACTOR
     decoupled = group.get("decoupled_weight_decay", cls is torch.optim.AdamW)
     return _ADAMW if decoupled else _ADAM
 
 
-def why_not_fused(cls: type[Optimizer], groups: Iterable[dict[str, Any]]) -> str | None:
-    """Returns in a word what noria's kernels do not cover of this optimizer. None if they cover it."""
+def why_not_fused(cls: type[Optimizer], groups: Iterable[dict[str, Any]], place: str = "host") -> str | None:
+    """Returns in a word what noria's kernels do not cover of this optimizer. None if they cover it.
+
+    `place` is `Policy.optimizer_device`.
+    """
     if cls not in _NUMBERS_OF:
         return f"{cls.__name__} has none"
+    if cls is torch.optim.Adafactor and place == "device":
+        return "Adafactor has none for the device"
     for option in ("amsgrad", "capturable", "differentiable"):
         if any(group.get(option) for group in groups):
             return option
@@ -177,21 +207,28 @@ def why_not_fused(cls: type[Optimizer], groups: Iterable[dict[str, Any]]) -> str
 
 
 def no_number_in(cls: type[Optimizer], group: dict[str, Any]) -> str | None:
-    """Returns the first key of a group whose value is not the number (for betas: two numbers) that the kernels need.
+    """Returns the first key of a group whose value is not the number (or the two numbers) that the kernels need.
 
     Returns None if all values are right. The kernels must cover the class.
     """
     for key in _NUMBERS_OF[cls]:
+        is_pair = need_two_numbers(cls, key)
         try:
-            values = [group[key]] if key != "betas" else [*group[key]]
+            values = [*group[key]] if is_pair else [group[key]]
+            if is_pair and key == "eps" and len(values) == 2 and values[0] is None:  # Adafactor chooses it
+                values[0] = 0.0
             if any(isinstance(value, str) for value in values):
                 return key
             numbers = [float(value) for value in values]
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
             return key
-        if key == "betas" and len(numbers) != 2:
+        if is_pair and len(numbers) != 2:
             return key
     return None
+
+
+def need_two_numbers(cls: type[Optimizer], key: str) -> bool:
+    return key == "betas" or (key == "eps" and cls is torch.optim.Adafactor)
 
 
 def keeps_state(cls: type[Optimizer], group: dict[str, Any]) -> bool:
@@ -199,11 +236,19 @@ def keeps_state(cls: type[Optimizer], group: dict[str, Any]) -> bool:
     return cls is not torch.optim.SGD or float(group["momentum"]) != 0
 
 
-def choose(optimizer: Optimizer, wanted: str) -> str:
-    """Returns "fused", "torch" or "whole". `wanted` is `Policy.kernel`. See Note [Who updates a unit]."""
+def keeps_moments(fused: Mapping[int, tuple[FusedRule, ...]]) -> bool:
+    """Returns True if noria's kernels keep moments by element, whose format `Policy.state_dtype` sets."""
+    return any(rule.keys for rules in fused.values() for rule in rules)
+
+
+def choose(optimizer: Optimizer, wanted: str, place: str = "host") -> str:
+    """Returns "fused", "torch" or "whole". See Note [Who updates a unit].
+
+    `wanted` is `Policy.kernel`, `place` is `Policy.optimizer_device`.
+    """
     if type(optimizer) not in SEPARABLE:
         return "whole"
-    covered = wanted != "torch" and why_not_fused(type(optimizer), optimizer.param_groups) is None
+    covered = wanted != "torch" and why_not_fused(type(optimizer), optimizer.param_groups, place) is None
     return "fused" if covered else "torch"
 
 
@@ -225,10 +270,12 @@ def fused_units(
             continue  # the home has room for the moments of one optimizer per parameter
         holders = [rule for slot in trainable for rule in held.get(slot.parameter, [])] or of_all
         rules = tuple(dict.fromkeys(rule for rule in holders if rule is not None))
-        if rules and None not in holders and all(map(_dtype_allows, trainable)):
+        is_factored = any(rule.is_factored for rule in rules)
+        if rules and None not in holders and all(_allows(slot, is_factored) for slot in trainable):
             found[unit.index] = rules
     return found
 
 
-def _dtype_allows(slot: HomeParameter) -> bool:
-    return slot.has_master or slot.dtype is torch.float32
+def _allows(slot: HomeParameter, is_factored: bool) -> bool:
+    is_in_rows = not is_factored or slot.like.is_contiguous()
+    return is_in_rows and (slot.has_master or slot.dtype is torch.float32)

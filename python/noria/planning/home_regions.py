@@ -17,6 +17,7 @@ from noria.model.layout import (
     Ring,
     StatePlace,
     aligned,
+    factored_region,
     held_region,
     scales_region,
 )
@@ -55,6 +56,8 @@ def home_regions(kernels: Kernels, drafted: frozenset[int], state_bytes: int) ->
         regions.append(Region.of(purpose, sizes))
         sizes = (scale_bytes(unit, policy.state_dtype) if unit else 0 for unit in kept)
         regions.append(Region.of(SCALES[number], sizes))
+    factored = {unit for unit, rules in fused.items() if any(rule.is_factored for rule in rules)}
+    regions.append(factored_region(units, factored))
     regions.append(Region.of(TORCH_STATE, [state_bytes]))
     logged = (undo_log_bytes(unit) if unit.index in drafted else 0 for unit in units)
     regions.append(Region.of(UNDO_LOGS, logged))

@@ -36,7 +36,7 @@ class Kernels:
 
     @classmethod
     def of(cls, units: list[HomeUnit], optimizers: list[Optimizer], policy: Policy) -> Kernels:
-        kernels = [choose(optimizer, policy.kernel) for optimizer in optimizers]
+        kernels = [choose(optimizer, policy.kernel, policy.optimizer_device) for optimizer in optimizers]
         return cls(units, policy, optimizers, kernels, fused_units(units, optimizers, kernels))
 
     def held(self) -> list[set[torch.Tensor]]:
@@ -67,20 +67,25 @@ class Kernels:
         name = f"{type(optimizer).__name__} by {_KERNELS[kernel]}"
         if kernel == "fused" or self.policy.optimizer_device == "device":
             name += ", on the device" if self.policy.optimizer_device == "device" else ", on the host pool"
-        if kernel == "fused" and self.policy.state_dtype != "fp32":
+        if (
+            kernel == "fused"
+            and self.policy.state_dtype != "fp32"
+            and any(rule_of(type(optimizer), group).keys for group in optimizer.param_groups)
+        ):
             name += f", with moments in {self.policy.state_dtype}"
         if kernel == "torch" and self.policy.kernel != "torch":
-            return f"{name} (no kernel of noria's covers it: {why_not_fused(type(optimizer), optimizer.param_groups)})"
+            why = why_not_fused(type(optimizer), optimizer.param_groups, self.policy.optimizer_device)
+            return f"{name} (no kernel of noria's covers it: {why})"
         if kernel == "fused":
             left, num_units = self.left_to_torch(optimizer)
             if left and len(left) == num_units:
                 cls = type(optimizer).__name__
-                return (
-                    f"{cls} by {_KERNELS['torch']} (every unit is shared with another optimizer, or of another dtype)"
-                )
+                why = "every unit is shared with another optimizer, or of another dtype or layout"
+                return f"{cls} by {_KERNELS['torch']} ({why})"
             if left:
-                return f"{name}; {len(left)} of {num_units} units by torch, for another optimizer or their dtype: " + (
-                    ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+                return (
+                    f"{name}; {len(left)} of {num_units} units by torch, for another optimizer, their dtype or layout: "
+                    + (", ".join(left[:3]) + (", ..." if len(left) > 3 else ""))
                 )
         return name
 

@@ -131,7 +131,7 @@ def choose_stays(
         if strange := sorted(stays - set(may_stay)):
             raise usage_error(
                 'resident="all" with updates by noria\'s own kernels, or with optimizer_device="device"',
-                f'"{kernels.units[strange[0]].name}", which torch updates on the host',
+                f'"{kernels.units[strange[0]].name}", which only the host updates',
                 'say optimizer_device="device", or resident="auto" or an amount, which let the others stay, or choose '
                 "AdamW, Adam, SGD or noria.optim.Lion on fp32 weights or masters",
             )
@@ -142,7 +142,7 @@ def choose_stays(
         if not stays:
             least = min(may_stay.values(), default=0)
             smallest = f"the smallest unit takes {format_bytes(least)} there"
-            why = smallest if may_stay else "torch updates all of them on the host"
+            why = smallest if may_stay else "only the host updates them"
             notes.append(f"no unit stays on the device: {why}")
     if len(stays) == len(kernels.units) and not all_fit(kernels.units, may_stay, budgets):
         raise _refusal_of_room(kernels.units, may_stay, budgets)
@@ -203,7 +203,9 @@ def _can_stay(kernels: Kernels, unit: HomeUnit) -> bool:
 
     noria's kernels have the same bits everywhere. torch's code has those of the device on which it runs.
     """
-    if unit.index in kernels.fused or kernels.policy.optimizer_device == "device":
+    if unit.index in kernels.fused:
+        return not any(rule.is_factored for rule in kernels.fused[unit.index])
+    if kernels.policy.optimizer_device == "device":
         return True
     held = set().union(*kernels.held()) if kernels.optimizers else set()
     return not any(slot.trainable and slot.parameter in held for slot in unit.parameters)

@@ -9,6 +9,7 @@ from typing import Any
 
 from noria._errors import UsageError
 from noria.model.layout import GRADIENT_RING, TORCH_STATE, UNDO_LOGS
+from noria.model.update_rules import keeps_moments
 from noria.planning.decisions import room_for_stays
 from noria.planning.machines import Machine
 from noria.planning.step_simulation import PlannedStep
@@ -84,8 +85,9 @@ def changes(step: PlannedStep, machine: Machine, plan_again: Callable[[dict[str,
         found["host memory twice as fast"] = with_parts(host=2 * machine.host)
         found["twice the cores"] = with_parts(cores=2 * machine.cores)
     others: dict[str, dict[str, object]] = {}
-    if planned.fused:
+    if keeps_moments(planned.fused):
         others |= {f'state_dtype="{each}"': {"state_dtype": each} for each in ("bf16", "8bit")}
+    if planned.fused:
         others |= {f'update="{each}"': {"update": each} for each in ("auto", "backward")}
     others = {what: fields for what, fields in others.items() if not fields.items() <= vars(policy).items()}
     if policy.resident == "none" and (room_for_stays(planned) >> 30):

@@ -77,7 +77,9 @@ class BackwardStep:
                 # The gradient's address is known when the gradient arrives. Until then any non-null address is valid.
                 arrays = self.fused.arrays(unit, rule, None)
                 anywhere = self.context.home.address("working copies", unit)
-                job = _C.UpdateJob(rule.name, pieces, arrays, gradient=anywhere)
+                job = _C.UpdateJob(
+                    rule.name, pieces, arrays, gradient=anywhere, factored=self.fused.factored(rule, slots)
+                )
                 self.context.engine.backward.expect_in_backward(unit, job, [slot.gradient_offset for slot in slots])
         return [slot.index for slot in self.members.slots() if slot.trainable]
 
@@ -146,7 +148,7 @@ class BackwardStep:
                         changed = number
                     continue
                 rule = self.context.plan.fused[slot.unit][0]
-                if slot.has_master or rule.keys:
+                if slot.has_master or rule.keys_of(slot):
                     self.state.shown.unsettled(parameter)
                 try:
                     step = self.steps.ready(slot, rule)

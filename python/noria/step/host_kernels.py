@@ -5,6 +5,7 @@ A job consists of pieces of one unit and the scalars of one step, for example th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -86,17 +87,19 @@ class HostKernels:
 
         Each rule gets one job. Each parameter whose state lies outside of the home gets a job of its own.
         """
-        jobs: dict[tuple[FusedRule, int], tuple[list[Piece], list[tuple[int, int]]]] = {}
+        jobs: dict[tuple[FusedRule, int], tuple[list[Piece], list[HomeParameter]]] = {}
         for slot, rule, scalars in ready:
             self.steps.count(slot, rule)
             in_home = all(self.state.is_planned(slot, key) for key in rule.keys)
-            pieces, scales = jobs.setdefault((rule, -1 if in_home else slot.index), ([], []))
+            pieces, slots = jobs.setdefault((rule, -1 if in_home else slot.index), ([], []))
             pieces.append(self._piece(slot, scalars))
-            scales.append(self.context.engine.gradients.late_scales(slot.index))
-        for (rule, index), (pieces, scales) in jobs.items():
+            slots.append(slot)
+        for (rule, index), (pieces, slots) in jobs.items():
             arrays = self.arrays(unit, rule, None if index < 0 else self.context.slots[index])
             held = self.context.home.address("held gradients", unit)
-            job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held, late_scales=scales)
+            scales = [self.context.engine.gradients.late_scales(slot.index) for slot in slots]
+            factored = self.factored(rule, slots)
+            job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held, late_scales=scales, factored=factored)
             self.context.engine.updates.update_on_pool(unit, job, priority)
 
     def count(self, ready: Ready) -> None:
@@ -195,6 +198,24 @@ class HostKernels:
             return _C.UnitArrays(master=working, state=state_dtype, **addresses)
         low = at("low bits", unit)
         return _C.UnitArrays(working=working, low=low, state=state_dtype, **addresses)
+
+    def factored(self, rule: FusedRule, slots: Iterable[HomeParameter]) -> list[tuple[int, int, int, int, int]]:
+        """Returns the factored moments of each parameter, as `_C.UpdateJob` takes them. Empty if the rule has none."""
+        found: list[tuple[int, int, int, int, int]] = []
+        for slot in slots if rule.is_factored else ():
+            values = dict.get(self.state.shown, slot.parameter) or {}
+            addresses = []
+            for key in rule.keys_of(slot):
+                value = values.get(key)
+                if value is None:  # zeroed, but not counted yet
+                    value = self.state.moment(slot, key)
+                addresses.append(0 if value is None else value.data_ptr())
+            shape = slot.like.shape
+            if len(shape) < 2:
+                found.append((1, 1, slot.like.numel(), 0, addresses[0]))
+            else:
+                found.append((math.prod(shape[:-2]), shape[-2], shape[-1], addresses[0], addresses[1]))
+        return found
 
     def scalars(self, factor: float) -> Scalars:
         return Scalars(factor, self.context.policy.rounding_seed)

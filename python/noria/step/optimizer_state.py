@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from noria import _C
-from noria.model.layout import HomeParameter, StatePlace
+from noria.model.layout import FACTORED, HomeParameter, StatePlace
 from noria.model.moment_formats import (
     MOMENT_OF,
     PURPOSE_OF,
@@ -236,7 +236,7 @@ class HomeState:
             self.context.notes.append(note)
 
     def moment(self, slot: HomeParameter, key: str) -> torch.Tensor | None:
-        """Returns the home's tensor for a moment, or for the scales of a moment.
+        """Returns the home's tensor for a moment, for the scales of one, or for factored moments.
 
         Returns None if the plan has no room for it, for example if momentum was turned on after `noria.wrap`.
         """
@@ -244,6 +244,8 @@ class HomeState:
             return None
         told = self._told(slot)
         home, purpose = self.context.home, PURPOSE_OF[key]
+        if purpose == FACTORED:
+            return home.factored(slot, key, told)
         if key not in MOMENT_OF:
             return home.scales(purpose, slot, told)
         return home.moment(purpose, slot, moment_dtype(self.dtype, key), told)

@@ -16,7 +16,7 @@ from noria._errors import UsageError, usage_error
 from noria.dist.ranks import comparable
 from noria.model.layout import HomeParameter
 from noria.model.optimizer_classes import original_class
-from noria.model.update_rules import no_number_in, why_not_fused
+from noria.model.update_rules import need_two_numbers, no_number_in, why_not_fused
 from noria.runtime.context import Context
 
 __all__ = ["Groups", "Jobs", "ParamGroups", "refuse_strangers", "wants_more"]
@@ -101,8 +101,9 @@ class ParamGroups:
             )
         key = no_number_in(self.cls, group)
         if key is not None and group["params"]:
+            numbers = "two numbers" if need_two_numbers(self.cls, key) else "a number"
             return usage_error(
-                f'{"two numbers" if key == "betas" else "a number"} under "{key}" in every parameter group',
+                f'{numbers} under "{key}" in every parameter group',
                 f"{group[key]!r} in group {number}" if key in group else f"none in group {number}",
                 'set it before step(), under update="backward" before backward()',
             )

@@ -8,8 +8,8 @@ import torch
 
 from noria import _C
 from noria._errors import UsageError, usage_error
-from noria.model.layout import HomeParameter
-from noria.model.moment_formats import ROUNDING_STEP, keys_of
+from noria.model.layout import FACTORED, HomeParameter, factored_shapes
+from noria.model.moment_formats import PURPOSE_OF, ROUNDING_STEP, keys_of
 from noria.model.update_rules import FusedRule
 from noria.runtime.weights import Weights
 from noria.step.optimizer_state import HomeState
@@ -38,7 +38,7 @@ class StepCounts:
         self.context = members.context
         self.state = state
         self._zeroed: set[int] = set()  # slots with zeroed moments that are not in optimizer.state yet
-        self._keys_of: dict[tuple[int, FusedRule], tuple[str, ...]] = {}  # by unit and rule; see `_keys`
+        self._keys_of: dict[tuple[int, FusedRule], tuple[str, ...]] = {}  # see `_keys`
 
     def ready(self, slot: HomeParameter, rule: FusedRule) -> int:
         """Returns the number of the next step, as `count` will.
@@ -46,7 +46,8 @@ class StepCounts:
         If the user has replaced moments, this method moves them to the home. It changes nothing else.
         """
         state = dict.get(self.state.shown, slot.parameter) or {}
-        if not rule.keys or _lacks(state, rule.keys):
+        keys = rule.keys_of(slot)
+        if not keys or _lacks(state, keys):
             return 1
         self._adopt_replaced(slot, state, self._keys(slot, rule))
         return self._after(slot, state, rule)
@@ -56,10 +57,11 @@ class StepCounts:
 
         Order: `ready` has been called for this step.
         """
-        if not rule.keys:
+        keys = rule.keys_of(slot)
+        if not keys:
             return
         state = self.state.shown.unsettled(slot.parameter)
-        is_first = _lacks(state, rule.keys)
+        is_first = _lacks(state, keys)
         if is_first:
             if rule.counts_steps:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
@@ -81,7 +83,7 @@ class StepCounts:
         """
         if rule not in self.context.plan.fused[slot.unit] or slot.index in self.weights.masters.loaded_low_bits:
             return None
-        if not rule.keys:
+        if not rule.keys_of(slot):
             return 1
         if not dict.__contains__(self.state.shown, slot.parameter):
             return None
@@ -101,7 +103,7 @@ class StepCounts:
         `step()` later enters these moments into the optimizer's state, for the parameters that were updated.
         """
         state = dict.get(self.state.shown, slot.parameter) or {}
-        if _lacks(state, rule.keys) and slot.index not in self._zeroed:
+        if _lacks(state, rule.keys_of(slot)) and slot.index not in self._zeroed:
             self._zeroed.add(slot.index)
             for key in self._keys(slot, rule):
                 self._new_moment(slot, key)
@@ -134,11 +136,12 @@ class StepCounts:
 
     def _keys(self, slot: HomeParameter, rule: FusedRule) -> tuple[str, ...]:
         """Returns the keys of the state tensors that the fused kernel writes. Moments outside of the home are fp32."""
-        found = self._keys_of.get((slot.unit, rule))
+        known = (slot.unit if not rule.is_factored else slot.index, rule)
+        found = self._keys_of.get(known)
         if found is None:
-            in_home = all(self.state.is_planned(slot, key) for key in rule.keys)
-            found = keys_of(rule.keys, self.state.dtype if in_home else "fp32")
-            self._keys_of[(slot.unit, rule)] = found
+            keys = rule.keys_of(slot)
+            in_home = all(self.state.is_planned(slot, key) for key in keys)
+            found = self._keys_of[known] = keys_of(keys, self.state.dtype if in_home else "fp32")
         return found
 
     def _adopt_replaced(self, slot: HomeParameter, state: dict[str, Any], keys: tuple[str, ...]) -> None:
@@ -156,7 +159,10 @@ class StepCounts:
         place = self.state.moment(slot, key)
         if place is not None:
             return place.zero_()
-        made = torch.zeros_like(self.context.home.working(slot), dtype=torch.float32)
+        if PURPOSE_OF.get(key) == FACTORED:
+            made = torch.zeros(factored_shapes(slot.like.shape)[key], dtype=torch.float32, device="cpu")
+        else:
+            made = torch.zeros_like(self.context.home.working(slot), dtype=torch.float32)
         note = f"{self.members.cls.__name__} makes a {key} that was not planned for, outside of the home"
         if note not in self.context.notes:
             self.context.notes.append(note)
