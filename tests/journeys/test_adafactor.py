@@ -150,6 +150,35 @@ def test_state_of_another_shape_is_refused():
         side.optimizer.load_state_dict(state)
 
 
+def test_moments_that_were_not_planned_for_are_fp32_outside_of_the_home():
+    """A weight moves to Adafactor from an optimizer that had it when memory was planned, with state in fp64."""
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = Net()
+        first = list(model.blocks[0].parameters())
+        rest = [each for each in model.parameters() if all(each is not other for other in first)]
+        optimizers = [torch.optim.AdamW(rest, lr=1e-2), adafactor(first)]
+        noria.wrap(model, optimizers, device=DEVICE, window=2)
+        moved = model.blocks[2].expand.weight
+        optimizers[0].param_groups[0]["params"] = [each for each in rest if each is not moved]
+        optimizers[1].add_param_group({"params": [moved]})
+        rows, columns = moved.shape
+        optimizers[1].state[moved].update(
+            step=torch.tensor(1.0),
+            row_var=torch.full((rows, 1), 1e-4, dtype=dtype),
+            col_var=torch.full((1, columns), 1e-4, dtype=dtype),
+        )
+        for number in range(2):
+            loss_of(model, number).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert optimizers[1].state[moved]["row_var"].dtype is torch.float32
+        results.append(model.state_dict() | state_tensors(optimizers[1]))
+    assert_same_bits(*results)
+
+
 class ChannelsLast(Net):
     def __init__(self) -> None:
         super().__init__()

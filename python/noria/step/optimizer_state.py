@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from noria import _C
-from noria.model.layout import FACTORED, HomeParameter, StatePlace
+from noria.model.layout import FACTORED, HomeParameter, StatePlace, factored_shapes
 from noria.model.moment_formats import (
     MOMENT_OF,
     PURPOSE_OF,
@@ -221,10 +221,15 @@ class HomeState:
 
         The fused kernel expects the layout of the home there too: fp32, with the strides of the home's tensor.
         """
-        is_alike = value.dtype is torch.float32 and value.device.type == "cpu" and value.stride() == slot.like.stride()
-        if key not in MOMENT_OF or value.shape != slot.like.shape or is_alike:
+        like = slot.like
+        if PURPOSE_OF[key] == FACTORED:
+            like = torch.empty(factored_shapes(like.shape)[key], device="meta")
+        elif key not in MOMENT_OF:
             return None
-        return torch.empty_like(slot.like, dtype=torch.float32, device="cpu")
+        is_alike = value.dtype is torch.float32 and value.device.type == "cpu" and value.stride() == like.stride()
+        if value.shape != like.shape or is_alike:
+            return None
+        return torch.empty_like(like, dtype=torch.float32, device="cpu")
 
     def _note_outside(self, key: str) -> None:
         """Adds a note that this tensor stays outside of the home.
