@@ -952,7 +952,7 @@ def test_weights_for_others_and_sharded_state_are_current(stay, kind, tmp_path):
         ({"activations": "offload"}, 'activations="offload"'),
         ({"reads": "home"}, 'reads="home"'),
         ({"state_dtype": "bf16"}, 'state_dtype="bf16"'),
-        ({"kernel": "torch"}, "which torch updates"),
+        ({"kernel": "torch"}, "which only the host updates"),
         ({"device_memory": "16KiB"}, "16.0 KiB"),
     ],
 )
