@@ -78,8 +78,8 @@ UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int
 
 bool have_same_bits(const UpdateScalars& a, const UpdateScalars& b);
 
-/// Points at the second moments that adafactor keeps of one parameter. A matrix, in the last two dimensions, has one for
-/// each row and one for each column. Other parameters have one for each element, in `by_column`.
+/// Points at the second moments that adafactor keeps of one parameter. A matrix, in the last two dimensions, has one
+/// for each row and one for each column. Other parameters have one for each element, in `by_column`.
 struct FactoredMoments {
   std::int64_t num_matrices = 1, num_rows = 1, num_columns = 0;
   float* by_row = nullptr;
