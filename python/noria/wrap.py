@@ -31,7 +31,7 @@ from noria.host.limits import Free, check_fits, min_over_ranks, numa_node, probe
 from noria.host.machine import machine, on
 from noria.model.inner_tensors import update_wrapper_devices
 from noria.model.kept_views import bytes_leaving, kept_beside, kept_of, warn_of_kept
-from noria.model.layout import AVERAGES, GRADIENT_RING, TORCH_STATE
+from noria.model.layout import AVERAGES, FACTORED, GRADIENT_RING, TORCH_STATE
 from noria.model.moment_formats import PURPOSE_OF
 from noria.model.optimizer_classes import original_class
 from noria.model.quantised import give_back_quantised, take_quantised
@@ -63,7 +63,7 @@ __all__ = ["is_wrapped", "materialize", "plan", "unwrap", "wrap"]
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 _MORE_TRAINING = "training of more parameters"  # as errors name the call
-_MOMENTS = frozenset(PURPOSE_OF.values())
+_MOMENTS = frozenset(PURPOSE_OF.values()) - {FACTORED}  # those that `state_dtype` shortens
 
 _ANY = 1 << 62  # bytes: no limit
 

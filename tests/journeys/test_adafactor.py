@@ -36,6 +36,10 @@ def adafactor(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, **{"lr": 1e-2, "weight_decay": 0.1, **options})
 
 
+def stays_of(model: nn.Module) -> frozenset[int]:
+    return wrapped_by(model).context.plan.stays
+
+
 def kernels_of(model: nn.Module) -> str:
     (text,) = noria.report(model).kernels
     return text
@@ -192,6 +196,71 @@ def test_parameters_that_are_not_contiguous_are_left_to_torch():
     side = wrap_side(new_side(optimizer=adafactor, model=ChannelsLast), window=2)
     side.train(0, 3)
     assert "units by torch, for another optimizer, their dtype or layout" in kernels_of(side.model)
+
+
+def test_parameters_that_are_not_contiguous_cannot_join_later():
+    torch.manual_seed(0)
+    model = ChannelsLast()
+    first = list(model.blocks[0].parameters())
+    rest = [each for each in model.parameters() if all(each is not other for other in first)]
+    optimizers = [torch.optim.AdamW(rest, lr=1e-2), adafactor(first)]
+    noria.wrap(model, optimizers, device=DEVICE, window=2)
+    optimizers[0].param_groups[0]["params"] = [each for each in rest if each is not model.filters]
+    optimizers[1].add_param_group({"params": [model.filters]})
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    loss_of(model, 0).backward()
+    with pytest.raises(noria.UsageError, match='"filters" with strides'):
+        optimizers[1].step()
+    assert_same_bits(model.state_dict(), before)
+
+
+def test_a_weight_that_joins_from_a_unit_that_stays_ends_that():
+    results = []
+    for resident in ("none", "1GiB"):
+        torch.manual_seed(0)
+        model = Net()
+        first = list(model.blocks[0].parameters())
+        rest = [each for each in model.parameters() if all(each is not other for other in first)]
+        optimizers = [torch.optim.AdamW(rest, lr=1e-2), adafactor(first)]
+        noria.wrap(model, optimizers, device=DEVICE, device_memory="1GiB", resident=resident)
+        assert bool(stays_of(model)) == (resident != "none")
+        for number in range(4):
+            if number == 2:
+                moved = model.blocks[2].expand.weight
+                optimizers[0].param_groups[0]["params"] = [each for each in rest if each is not moved]
+                optimizers[0].state.pop(moved)
+                optimizers[1].add_param_group({"params": [moved]})
+            loss_of(model, number).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(model.state_dict())
+    assert_same_bits(*results)
+
+
+def test_frozen_units_may_stay_beside_adafactor():
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks[:3].requires_grad_(False)
+    optimizer = adafactor([each for each in model.parameters() if each.requires_grad])
+    noria.wrap(model, optimizer, device=DEVICE, device_memory="1GiB", resident="1GiB")
+    side = Side(model, optimizer, True)
+    side.train(0, 3)
+    names = {model_unit.name for model_unit in wrapped_by(model).context.units if model_unit.index in stays_of(model)}
+    assert names == {"blocks.0", "blocks.1", "blocks.2"}
+
+
+def test_a_state_tensor_whose_memory_the_user_exchanges_is_not_read_there():
+    """`.data =` keeps the tensor, so nothing tells; the step goes on with what the home has."""
+    ours, other = (wrap_side(new_side(optimizer=adafactor), window=2) for _ in range(2))
+    for side in (ours, other):
+        side.train(0, 2)
+    for values in ours.optimizer.state.values():
+        for key in values.keys() - {"step"}:
+            values[key].data = values[key].data.half()
+    for side in (ours, other):
+        side.train(2, 4)
+    assert_same_bits(ours.model.state_dict(), other.model.state_dict())
 
 
 def test_on_the_device_torch_updates():

@@ -11,7 +11,7 @@ free. So the model and its whole home never exist together.
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -31,8 +31,8 @@ from noria.model.layout import (
     HomeParameter,
     HomeUnit,
     Region,
-    aligned,
     factored_shapes,
+    factored_size,
 )
 from noria.model.moment_formats import MOMENTS, SCALES
 from noria.policy import format_bytes
@@ -252,12 +252,17 @@ class Home:
 
     def factored(self, slot: HomeParameter, key: str, before_write: Callable[[], None] | None = None) -> torch.Tensor:
         """Returns second moments that Adafactor keeps of a parameter, by key of its state."""
-        offset, shapes = slot.factored_offset, factored_shapes(slot.like.shape)
-        for other, shape in shapes.items():
-            if other == key:
-                break
-            offset += aligned(4 * math.prod(shape))
-        return self._state(FACTORED, slot, offset, torch.empty(shapes[key], device="meta"), torch.float32, before_write)
+        like = torch.empty(factored_shapes(slot.like.shape)[key], device="meta")
+        return self._state(FACTORED, slot, self._factored_offset(slot, key), like, torch.float32, before_write)
+
+    def factored_address(self, slot: HomeParameter, key: str) -> int:
+        return self.address(FACTORED, slot.unit) + self._factored_offset(slot, key)
+
+    @staticmethod
+    def _factored_offset(slot: HomeParameter, key: str) -> int:
+        shapes = factored_shapes(slot.like.shape)
+        before = itertools.takewhile(lambda other: other != key, shapes)
+        return slot.factored_offset + sum(factored_size(shapes[other]) for other in before)
 
     @staticmethod
     def moment_offset(slot: HomeParameter, dtype: torch.dtype) -> int:

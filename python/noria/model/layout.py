@@ -34,6 +34,7 @@ __all__ = [
     "describe_units",
     "factored_region",
     "factored_shapes",
+    "factored_size",
     "held_region",
     "scales_region",
     "travel_dtype",
@@ -277,7 +278,12 @@ def factored_bytes(slot: HomeParameter) -> int:
     """Returns the bytes of a parameter's second moments in the arena FACTORED."""
     if not slot.trainable:
         return 0
-    return sum(aligned(4 * math.prod(shape)) for shape in factored_shapes(slot.like.shape).values())
+    return sum(map(factored_size, factored_shapes(slot.like.shape).values()))
+
+
+def factored_size(shape: Sequence[int]) -> int:
+    """Returns the bytes of one tensor there. An empty one has some, too."""
+    return aligned(max(4 * math.prod(shape), 1))
 
 
 def factored_region(units: Iterable[HomeUnit], kept: Container[int]) -> Region:

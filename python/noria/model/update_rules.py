@@ -96,6 +96,15 @@ class FusedRule:
         moment = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / _C.STATE_BLOCK}[state_dtype]
         return 8 + (2 if is_split else 4) + moment * len(self.keys)
 
+    def refuse_layout(self, slot: HomeParameter) -> None:
+        """Raises UsageError if the kernel cannot read a parameter with these strides."""
+        if self.is_factored and not slot.like.is_contiguous():
+            raise usage_error(
+                "contiguous parameters under Adafactor, if noria's kernel updates their unit",
+                f'"{slot.name}" with strides {slot.like.stride()}',
+                'give it to Adafactor before noria.wrap, or wrap with kernel="torch"',
+            )
+
     def refuse_broken_state(self, slot: HomeParameter, values: Mapping[str, object]) -> None:
         """Raises UsageError if torch's own step would raise: entries are missing, or not of the parameter's shape."""
         remedy = "give the state that this optimizer has made for this model, or none, to begin anew"

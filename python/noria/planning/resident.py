@@ -203,6 +203,8 @@ def _can_stay(kernels: Kernels, unit: HomeUnit) -> bool:
 
     noria's kernels have the same bits everywhere. torch's code has those of the device on which it runs.
     """
+    if not any(slot.trainable for slot in unit.parameters):
+        return True
     if unit.index in kernels.fused:
         return not any(rule.is_factored for rule in kernels.fused[unit.index])
     if kernels.policy.optimizer_device == "device":

@@ -9,7 +9,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from noria import _C
+from noria._errors import usage_error
 from noria.model.layout import HomeParameter
 from noria.model.moment_formats import PURPOSE_OF, SCALES_KEY
 from noria.model.update_rules import AS_IT_IS, STATELESS, FusedRule, Scaling, rule_of
@@ -203,19 +206,26 @@ class HostKernels:
         """Returns the factored moments of each parameter, as `_C.UpdateJob` takes them. Empty if the rule has none."""
         found: list[tuple[int, int, int, int, int]] = []
         for slot in slots if rule.is_factored else ():
-            values = dict.get(self.state.shown, slot.parameter) or {}
-            addresses = []
-            for key in rule.keys_of(slot):
-                value = values.get(key)
-                if value is None:  # zeroed, but not counted yet
-                    value = self.state.moment(slot, key)
-                addresses.append(0 if value is None else value.data_ptr())
+            addresses = [self._factored_address(slot, key) for key in rule.keys_of(slot)]
             shape = slot.like.shape
             if len(shape) < 2:
                 found.append((1, 1, slot.like.numel(), 0, addresses[0]))
             else:
                 found.append((math.prod(shape[:-2]), shape[-2], shape[-1], addresses[0], addresses[1]))
         return found
+
+    def _factored_address(self, slot: HomeParameter, key: str) -> int:
+        """Returns the address of factored moments at home, or where the user's tensor of them is."""
+        if self.state.is_planned(slot, key):
+            return self.context.home.factored_address(slot, key)
+        value = self.state.shown.unsettled(slot.parameter)[key]
+        if value.dtype is not torch.float32 or value.device.type != "cpu" or not value.is_contiguous():
+            raise usage_error(
+                f'{key} of "{slot.name}" in optimizer.state as noria has made it',
+                f"other memory in the same tensor: {value.dtype} on {value.device}",
+                "put a new tensor there",
+            )
+        return int(value.data_ptr())
 
     def scalars(self, factor: float) -> Scalars:
         return Scalars(factor, self.context.policy.rounding_seed)

@@ -167,9 +167,11 @@ class HomeState:
             state[key] = self.placed[(slot.index, key)] = place
 
     def check(self, slot: HomeParameter, rule: FusedRule) -> None:
-        """Raises UsageError if the user or a checkpoint has put state there that the kernel cannot read."""
-        values = dict.get(self.shown, slot.parameter)
-        if values and self.members.fuses(slot.unit):
+        """Raises UsageError if the kernel cannot read the parameter, or state of the user's or of a checkpoint."""
+        if not self.members.fuses(slot.unit):
+            return
+        rule.refuse_layout(slot)
+        if values := dict.get(self.shown, slot.parameter):
             rule.refuse_broken_state(slot, values)
 
     def has_placed(self, slot: HomeParameter, keys: Iterable[str]) -> bool:
