@@ -6,9 +6,9 @@
 //   shapes. Sums of parts are added in order. So the bits are the same on any number of threads.
 // Threads: one call at a time for each FactoredUpdate.
 //
-// Note [Sums]. Squares are added in fp32 over 64 rows or 2048 columns at most, and in fp64 from there. torch adds all
-// of them in fp32. It also multiplies the two factors of every element, and takes a root and a quotient of that. Here a
-// factor's root is taken once for its row or column.
+// Note [Sums]. Squares are added in fp32 over 64 rows or 2048 columns at most. Such sums are added in fp32 over a band
+// of rows, and those of bands in fp64. torch adds all squares in fp32, one by one. It also multiplies the two factors
+// of every element, and takes a root and a quotient of that. Here a factor's root is taken once for its row or column.
 #pragma once
 
 #include <cstddef>

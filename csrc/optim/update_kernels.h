@@ -53,8 +53,8 @@ struct UpdateScalars {
   float nesterov;
   float is_first;          // of sgd_momentum: overwrite the buffer with the gradient
   std::uint32_t rounding;  // of moments in fewer bits: from seed and step
-  float least_rms;         // adafactor: the least root mean square of the parameter that its step is relative to
-  float most_rms;          // adafactor: that of the update, before it is clipped
+  float least_rms;         // adafactor: a step is relative to the parameter's root mean square, or to this
+  float most_rms;          // adafactor: updates with a larger root mean square are clipped to it
 };
 
 /// Gives a range of elements its random bits: those of its first element come from this number.
