@@ -642,8 +642,8 @@ class UpdateJob:
         and of that element's block of scales follow. `task`: "update", or "sum" for the sums of squares alone; `sums`:
         an update takes them too. `late_scales`: by piece, address and number of the fp32 factors of the gradient, read
         when the job runs. Empty: no piece has any. `gradients`: by piece, the address of its gradient, if they lie
-        apart. `factored`, of adafactor: by piece, how many matrices, rows and columns it has. The addresses of its moments
-        follow: by row (0 if it is no matrix), and by column."""
+        apart. `factored`, of adafactor: by piece, how many matrices, rows and columns it has. The addresses of its
+        moments follow: by row (0 if it is no matrix), and by column."""
     @property
     def rule(self) -> str: ...
     @property
