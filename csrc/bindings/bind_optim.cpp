@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <functional>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -101,13 +100,6 @@ std::shared_ptr<HostOptimizer> make_host_optimizer(int num_threads, bool is_besi
   return std::make_shared<HostOptimizer>(options);
 }
 
-void run_factored(const UpdateJob& job, const std::string& instruction_set) {
-  const auto one_by_one = [](std::size_t count, const std::function<void(std::size_t)>& each) {
-    for (std::size_t i = 0; i < count; ++i) each(i);
-  };
-  FactoredUpdate().run(job, one_by_one, [] {}, instruction_set);
-}
-
 void bind_kernels(py::module_& m) {
   py::class_<UpdateScalars>(m, "UpdateScalars")
       .def_readwrite("divisor", &UpdateScalars::divisor)
@@ -178,7 +170,7 @@ void bind_kernels(py::module_& m) {
           [](const UpdateJob& job, const std::string& instruction_set) {
             check(job);
             if (job.rule == UpdateRule::adafactor) {
-              run_factored(job, instruction_set);
+              FactoredUpdate::run_here(job, instruction_set);
               return;
             }
             if (job.task == UpdateTask::draft) begin_draft(job);

@@ -10,8 +10,9 @@
 namespace noria {
 namespace {
 
-// Rows whose squares are added in fp32. A band has at least as many, and a matrix has at most as many bands.
+// Squares of so many rows are added at once. A band has at least as many rows.
 constexpr std::int64_t kRows = 64;
+constexpr std::int64_t kMostBands = 64;  // of a matrix
 // A part has about this many elements; see kChunk in optim/update.cpp.
 constexpr std::int64_t kPart = 64 * 1024;
 constexpr auto kColumns = static_cast<std::int64_t>(kStretch);
@@ -118,7 +119,7 @@ class FactoredUpdate::Run {
       const FactoredMoments& shape = piece.factored;
       Plan plan{&piece, 1, 1, 1, rows, columns, band_sums, its_.parts_.size(), 0};
       if (plan.is_matrix()) {
-        plan.band_rows = std::max(kRows, ceil_div(shape.num_rows, kRows));
+        plan.band_rows = std::max(kRows, ceil_div(shape.num_rows, kMostBands));
         plan.bands_per_matrix = ceil_div(shape.num_rows, plan.band_rows);
         plan.num_bands = shape.num_matrices * plan.bands_per_matrix;
         rows += static_cast<std::size_t>(shape.num_matrices * shape.num_rows);
@@ -202,7 +203,8 @@ class FactoredUpdate::Run {
     double squares = 0.0;
     for_each_run_of_columns(shape.num_columns, [&](std::int64_t column, std::int64_t count) {
       for (std::int64_t first = 0; first < rows.count; first += kRows) {
-        alignas(64) std::array<float, kStretch> by_column{};
+        alignas(64) std::array<float, kStretch> by_column;  // NOLINT(cppcoreguidelines-pro-type-member-init)
+        std::fill_n(by_column.begin(), count, 0.0f);
         for (std::int64_t row = first; row < std::min(first + kRows, rows.count); ++row) {
           const std::int64_t number = rows.matrix * shape.num_rows + rows.first + row;
           const auto at = static_cast<std::size_t>(number * shape.num_columns + column);
@@ -240,7 +242,8 @@ class FactoredUpdate::Run {
     float* moments = shape.by_column + matrix * shape.num_columns;
     float* factors = its_.by_column_.data() + plan.column_at + matrix * shape.num_columns;
     for_each_run_of_columns(shape.num_columns, [&](std::int64_t column, std::int64_t count) {
-      std::array<double, kStretch> totals{};
+      std::array<double, kStretch> totals;  // NOLINT(cppcoreguidelines-pro-type-member-init)
+      std::fill_n(totals.begin(), count, 0.0);
       for (std::int64_t i = 0; i < plan.bands_per_matrix; ++i) {
         const std::int64_t band = matrix * plan.bands_per_matrix + i;
         const float* sums = its_.band_sums_.data() + plan.band_at + band * shape.num_columns + column;
@@ -292,6 +295,13 @@ void FactoredUpdate::run(const UpdateJob& job, const ForEach& for_each, const st
     run.apply(parts_[i]);
     part_done();
   });
+}
+
+void FactoredUpdate::run_here(const UpdateJob& job, const std::string& instruction_set) {
+  const auto one_by_one = [](std::size_t count, const std::function<void(std::size_t)>& each) {
+    for (std::size_t i = 0; i < count; ++i) each(i);
+  };
+  FactoredUpdate().run(job, one_by_one, [] {}, instruction_set);
 }
 
 }  // namespace noria

@@ -33,6 +33,8 @@ class FactoredUpdate {
   /// Runs the job. `part_done` is called after each part that is written.
   void run(const UpdateJob& job, const ForEach& for_each, const std::function<void()>& part_done,
            const std::string& instruction_set = "");
+  /// Runs the job on the calling thread.
+  static void run_here(const UpdateJob& job, const std::string& instruction_set = "");
 
  private:
   struct Plan;

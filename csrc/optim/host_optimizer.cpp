@@ -226,7 +226,8 @@ Bytes HostOptimizer::State::compute(UpdateJob& job) {
   }
   if (job.task == UpdateTask::draft) begin_draft(job);
   const bool is_factored = job.rule == UpdateRule::adafactor && job.task == UpdateTask::update;
-  cut_into_chunks(job.pieces, chunks);
+  if (is_factored && !job.sums) chunks.clear();
+  else cut_into_chunks(job.pieces, chunks);
   if (job.sums) sums.assign(chunks.size(), 0.0);
   for_each_number(arena, chunks.size(), [&](std::size_t i) {
     const UpdateChunk& chunk = chunks[i];

@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <cstring>
 #include <fstream>
-#include <functional>
 #include <iostream>
 #include <limits>
 #include <map>
@@ -498,10 +497,7 @@ std::uint64_t checksum_of_adafactor(const std::string& set) {
         piece.factored = {shape.num_matrices, shape.num_rows, shape.num_columns,
                           shape.is_matrix ? by_row.data() : nullptr, by_column.data()};
         check(job);
-        const auto one_by_one = [](std::size_t parts, const std::function<void(std::size_t)>& each) {
-          for (std::size_t i = 0; i < parts; ++i) each(i);
-        };
-        FactoredUpdate().run(job, one_by_one, [] {}, set);
+        FactoredUpdate::run_here(job, set);
       }
       add(sum, master);
       add(sum, working);
