@@ -86,7 +86,7 @@ class FusedRule:
             return dict(factored_shapes(slot.like.shape))
         return dict.fromkeys(self.keys, slot.like.shape)
 
-    def keys_of(self, slot: HomeParameter) -> tuple[str, ...]:
+    def state_keys(self, slot: HomeParameter) -> tuple[str, ...]:
         return self.keys if not self.is_factored else tuple(self.shapes(slot))
 
     def bytes_per_element(self, is_split: bool, state_dtype: str = "fp32") -> float:

@@ -148,7 +148,7 @@ class BackwardStep:
                         changed = number
                     continue
                 rule = self.context.plan.fused[slot.unit][0]
-                if slot.has_master or rule.keys_of(slot):
+                if slot.has_master or rule.state_keys(slot):
                     self.state.shown.unsettled(parameter)
                 try:
                     step = self.steps.ready(slot, rule)

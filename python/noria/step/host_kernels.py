@@ -206,7 +206,7 @@ class HostKernels:
         """Returns the factored moments of each parameter, as `_C.UpdateJob` takes them. Empty if the rule has none."""
         found: list[tuple[int, int, int, int, int]] = []
         for slot in slots if rule.is_factored else ():
-            addresses = [self._factored_address(slot, key) for key in rule.keys_of(slot)]
+            addresses = [self._factored_address(slot, key) for key in rule.state_keys(slot)]
             shape = slot.like.shape
             if len(shape) < 2:
                 found.append((1, 1, slot.like.numel(), 0, addresses[0]))

@@ -60,7 +60,7 @@ class ResidentStep:
                 continue
             rule = rule_of(self.members.cls, group)
             values = dict.get(self._state.shown, slot.parameter) or {}
-            for key in rule.keys_of(slot):
+            for key in rule.state_keys(slot):
                 has_all = has_all and values.get(key) is not None
                 if not self._state.is_planned(slot, key):
                     self.rest.give_up()

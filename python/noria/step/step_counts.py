@@ -46,7 +46,7 @@ class StepCounts:
         If the user has replaced moments, this method moves them to the home. It changes nothing else.
         """
         state = dict.get(self.state.shown, slot.parameter) or {}
-        keys = rule.keys_of(slot)
+        keys = rule.state_keys(slot)
         if not keys or _lacks(state, keys):
             return 1
         self._adopt_replaced(slot, state, self._keys(slot, rule))
@@ -57,7 +57,7 @@ class StepCounts:
 
         Order: `ready` has been called for this step.
         """
-        keys = rule.keys_of(slot)
+        keys = rule.state_keys(slot)
         if not keys:
             return
         state = self.state.shown.unsettled(slot.parameter)
@@ -83,7 +83,7 @@ class StepCounts:
         """
         if rule not in self.context.plan.fused[slot.unit] or slot.index in self.weights.masters.loaded_low_bits:
             return None
-        if not rule.keys_of(slot):
+        if not rule.state_keys(slot):
             return 1
         if not dict.__contains__(self.state.shown, slot.parameter):
             return None
@@ -103,7 +103,7 @@ class StepCounts:
         `step()` later enters these moments into the optimizer's state, for the parameters that were updated.
         """
         state = dict.get(self.state.shown, slot.parameter) or {}
-        if _lacks(state, rule.keys_of(slot)) and slot.index not in self._zeroed:
+        if _lacks(state, rule.state_keys(slot)) and slot.index not in self._zeroed:
             self._zeroed.add(slot.index)
             for key in self._keys(slot, rule):
                 self._new_moment(slot, key)
@@ -139,7 +139,7 @@ class StepCounts:
         known = (slot.unit if not rule.is_factored else slot.index, rule)
         found = self._keys_of.get(known)
         if found is None:
-            keys = rule.keys_of(slot)
+            keys = rule.state_keys(slot)
             in_home = all(self.state.is_planned(slot, key) for key in keys)
             found = self._keys_of[known] = keys_of(keys, self.state.dtype if in_home else "fp32")
         return found
