@@ -17,6 +17,7 @@ from typing import Any
 import _common
 import noria
 import torch
+from noria.model.update_rules import rule_of
 from torch import nn
 
 FORMATS = {"fp32": None, "bf16": torch.bfloat16}
@@ -38,10 +39,6 @@ class Stack(nn.Module):
                 parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-def fused_bytes(model: nn.Module, is_split: bool) -> int:
-    return sum(each.numel() for each in model.parameters()) * (18 if is_split else 24)
-
-
 def measure(args: Any, dtype: torch.dtype | None) -> tuple[dict[str, list[float]], dict[str, Any]]:
     torch.manual_seed(0)
     plain = Stack(2 if args.quick else args.blocks, 256 if args.quick else args.width)
@@ -59,14 +56,15 @@ def measure(args: Any, dtype: torch.dtype | None) -> tuple[dict[str, list[float]
             optimizers[name].zero_grad()
             if number >= 2:  # state is there
                 samples[name].append(taken)
-    moved = fused_bytes(plain, dtype is not None)
+    parameters = sum(each.numel() for each in plain.parameters())
+    moved = parameters * rule_of(torch.optim.Adafactor, {}).bytes_per_element(is_split=dtype is not None)
     seconds = _common.spread(samples["fused"])["median"]
     return samples, {
         "step_s": {name: _common.spread(values) for name, values in samples.items()},
         "torch_over_fused": _common.paired_ratio(samples["torch"], samples["fused"]),
         "plain_over_fused": _common.paired_ratio(samples["plain"], samples["fused"]),
         "fused_gib_s": moved / seconds / (1 << 30),
-        "parameters": sum(each.numel() for each in plain.parameters()),
+        "parameters": parameters,
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import noria
@@ -34,6 +33,18 @@ dtypes = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "
 
 def adafactor(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, **{"lr": 1e-2, "weight_decay": 0.1, **options})
+
+
+def first_block_and_rest(model: Net) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    first = list(model.blocks[0].parameters())
+    return first, [each for each in model.parameters() if all(each is not other for other in first)]
+
+
+def step_all(model: nn.Module, optimizers: list[torch.optim.Optimizer], number: int) -> None:
+    loss_of(model, number).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def stays_of(model: nn.Module) -> frozenset[int]:
@@ -146,8 +157,6 @@ def test_state_that_the_user_replaces_is_what_the_next_step_reads():
 def test_state_of_another_shape_is_refused():
     side = wrap_side(new_side(optimizer=adafactor), window=2)
     side.train(0, 1)
-    file = io.BytesIO()
-    torch.save(side.optimizer.state_dict(), file)
     state = side.optimizer.state_dict()
     state["state"][0]["row_var"] = torch.zeros(3, 1)
     with pytest.raises(noria.UsageError, match=r'row_var of "embed\.weight"'):
@@ -160,8 +169,7 @@ def test_moments_that_were_not_planned_for_are_fp32_outside_of_the_home():
     for dtype in (torch.float32, torch.float64):
         torch.manual_seed(0)
         model = Net()
-        first = list(model.blocks[0].parameters())
-        rest = [each for each in model.parameters() if all(each is not other for other in first)]
+        first, rest = first_block_and_rest(model)
         optimizers = [torch.optim.AdamW(rest, lr=1e-2), adafactor(first)]
         noria.wrap(model, optimizers, device=DEVICE, window=2)
         moved = model.blocks[2].expand.weight
@@ -174,10 +182,7 @@ def test_moments_that_were_not_planned_for_are_fp32_outside_of_the_home():
             col_var=torch.full((1, columns), 1e-4, dtype=dtype),
         )
         for number in range(2):
-            loss_of(model, number).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(model, optimizers, number)
         assert optimizers[1].state[moved]["row_var"].dtype is torch.float32
         results.append(model.state_dict() | state_tensors(optimizers[1]))
     assert_same_bits(*results)
@@ -201,8 +206,7 @@ def test_parameters_that_are_not_contiguous_are_left_to_torch():
 def test_parameters_that_are_not_contiguous_cannot_join_later():
     torch.manual_seed(0)
     model = ChannelsLast()
-    first = list(model.blocks[0].parameters())
-    rest = [each for each in model.parameters() if all(each is not other for other in first)]
+    first, rest = first_block_and_rest(model)
     optimizers = [torch.optim.AdamW(rest, lr=1e-2), adafactor(first)]
     noria.wrap(model, optimizers, device=DEVICE, window=2)
     optimizers[0].param_groups[0]["params"] = [each for each in rest if each is not model.filters]
@@ -219,8 +223,7 @@ def test_a_weight_that_joins_from_a_unit_that_stays_ends_that():
     for resident in ("none", "1GiB"):
         torch.manual_seed(0)
         model = Net()
-        first = list(model.blocks[0].parameters())
-        rest = [each for each in model.parameters() if all(each is not other for other in first)]
+        first, rest = first_block_and_rest(model)
         optimizers = [torch.optim.AdamW(rest, lr=1e-2), adafactor(first)]
         noria.wrap(model, optimizers, device=DEVICE, device_memory="1GiB", resident=resident)
         assert bool(stays_of(model)) == (resident != "none")
@@ -230,10 +233,7 @@ def test_a_weight_that_joins_from_a_unit_that_stays_ends_that():
                 optimizers[0].param_groups[0]["params"] = [each for each in rest if each is not moved]
                 optimizers[0].state.pop(moved)
                 optimizers[1].add_param_group({"params": [moved]})
-            loss_of(model, number).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(model, optimizers, number)
         results.append(model.state_dict())
     assert_same_bits(*results)
 
@@ -290,16 +290,12 @@ def test_beside_another_optimizer_each_unit_has_its_own_moments():
     for update, hostility in (("auto", HOSTILE), ("blocking", {})):
         torch.manual_seed(0)
         model = Net()
-        first = list(model.blocks[0].parameters())
-        rest = [each for each in model.parameters() if all(each is not other for other in first)]
+        first, rest = first_block_and_rest(model)
         optimizers = [torch.optim.AdamW(first, lr=1e-2), adafactor(rest)]
         with on_machine(hostility=hostility):
             noria.wrap(model, optimizers, device=DEVICE, window=2, update=update, dtype=torch.bfloat16)
         for number in range(4):
-            loss_of(model, number).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(model, optimizers, number)
         rows = {row.purpose for row in noria.report(model).ledger}
         assert {"first moments", "factored moments"} <= rows and "masters" not in rows
         results.append(model.state_dict() | state_tensors(optimizers[0]) | state_tensors(optimizers[1]))
