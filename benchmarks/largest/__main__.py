@@ -46,7 +46,7 @@ def attempt(name: str, layers: int, task: Task, args: argparse.Namespace) -> dic
         found |= client.start(task, host_limit=limit)
         host_bytes, device_bytes = client.peak_host_bytes(), 0
         for number in range(STEPS):
-            step = client.tell(do="steps", tokens=TOKENS, first=number, count=1)
+            step = client.tell(do="steps", tokens=args.tokens, first=number, count=1)
             device_bytes = max(device_bytes, step["device_bytes"])
             found.setdefault("losses", []).extend(step["losses"])
             found.setdefault("step_seconds", []).append(step["seconds"])
@@ -138,6 +138,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="layers of the first attempt")
     parser.add_argument("--fineness", type=int, help="the next size is larger by one of so many parts at most")
     parser.add_argument("--deadline", type=float, help="seconds after which no other system begins")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a step; a multiple of the context if more")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds of one build or step")
     args = parser.parse_args()
     args.device_memory = args.device_memory or 2 << 30
@@ -166,7 +167,7 @@ def main() -> int:
         "host_memory": args.host_memory,
         "dtype": args.dtype,
         "family": FAMILY,
-        "tokens": TOKENS,
+        "tokens": args.tokens,
         "has_device": has_device,
         "fineness": 1 / args.fineness,
         "pins": pins(),

@@ -43,7 +43,7 @@ class Noria(PlainLoop):
 
     def _taken(self) -> int:
         report = noria.report(self.model, write_trace=False)
-        return sum(row.taken for row in report.ledger if row.place != "host")
+        return sum(row.taken for row in report.ledger if row.place not in ("host", "files"))
 
     def device_bytes(self):
         return self._taken()
