@@ -7,8 +7,8 @@
 namespace noria {
 
 /// A lane is a queue of work. All lanes run in order except `update`: that is the host pool, ordered by waits alone.
-enum class Lane : std::uint8_t { compute, fetch, drain, collect, peer, update };
-inline constexpr int kNumLanes = 6;
+enum class Lane : std::uint8_t { compute, fetch, drain, collect, peer, update, read, write };
+inline constexpr int kNumLanes = 8;
 
 enum class Verb : std::uint8_t {
   forward,      // compute lane: a visit of a forward pass
@@ -32,8 +32,10 @@ enum class Verb : std::uint8_t {
   stash,        // peer lane: a unit's working copy to a peer; later fetches read it there
   fetch_state,  // fetch lane: a piece of a unit to the device, for an update there
   drain_state,  // drain lane: the updated piece back to the home
+  read_state,   // read lane: a unit's state from its file to host memory
+  write_state,  // write lane: and back
 };
-inline constexpr int kNumVerbs = 21;
+inline constexpr int kNumVerbs = 23;
 
 /// Says whether a pass or a visit belongs to forward or to backward.
 enum class Phase : std::uint8_t { forward, backward };

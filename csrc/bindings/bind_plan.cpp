@@ -34,10 +34,10 @@ Word parse(const char* what, const std::string& text, const std::vector<std::pai
 
 Purpose parse_purpose(const std::string& text) {
   std::vector<std::pair<std::string, Purpose>> words;
-  for (Purpose purpose :
-       {Purpose::weights, Purpose::gradient_buffer, Purpose::working_copy, Purpose::held_gradient,
-        Purpose::optimizer_state, Purpose::gradient_sum, Purpose::gradient_scales, Purpose::unreduced_gradient,
-        Purpose::saved_tensor, Purpose::saved_copy, Purpose::peer_copy, Purpose::update_slot}) {
+  for (Purpose purpose : {Purpose::weights, Purpose::gradient_buffer, Purpose::working_copy, Purpose::held_gradient,
+                          Purpose::optimizer_state, Purpose::gradient_sum, Purpose::gradient_scales,
+                          Purpose::unreduced_gradient, Purpose::saved_tensor, Purpose::saved_copy, Purpose::peer_copy,
+                          Purpose::update_slot, Purpose::record, Purpose::state_slot}) {
     words.emplace_back(to_string(purpose), purpose);
   }
   return parse("purpose", text, words);

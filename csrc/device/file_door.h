@@ -7,8 +7,8 @@
 //
 // Note [All or an error]. `run` returns when all parts are done. An answer that is short is asked for again from there
 // on, and so is one that an interruption or a lack of resources stopped. After any other failure the door asks for no
-// more, waits for what is under way, because the machine may still be using the memory, and throws the first failure.
-// It is then unknown which parts were done.
+// more. It waits for requests that are under way, because the machine may still be using their memory. Then it throws
+// the first failure. It is then unknown which parts were done.
 #pragma once
 
 #include <cstddef>

@@ -24,22 +24,7 @@ HostTicket& as_host_ticket(const Ticket& ticket) {
   return *host;
 }
 
-std::vector<OpId> ids_of(const std::vector<Ticket>& tickets) {
-  std::vector<OpId> ids;
-  ids.reserve(tickets.size());
-  for (const Ticket& ticket : tickets) ids.push_back(ticket->label.op);
-  return ids;
-}
-
 }  // namespace
-
-struct HostBackend::TransferLane {
-  explicit TransferLane(Lane which) : lane(which), thread(std::string(to_string(which))) {}
-
-  const Lane lane;
-  std::int64_t free_ns = 0;  // when the last op ended; only the lane's thread uses it
-  HostLane thread;           // last: destroyed before what it uses
-};
 
 struct HostBackend::ComputeStream {
   Mutex mutex;
@@ -67,9 +52,9 @@ struct HostBackend::ComputeStream {
 
 HostBackend::HostBackend(const HostBackendOptions& options)
     : options_(options),
-      fetch_(std::make_unique<TransferLane>(Lane::fetch)),
-      drain_(std::make_unique<TransferLane>(Lane::drain)),
-      peer_(std::make_unique<TransferLane>(Lane::peer)) {}
+      fetch_(Lane::fetch, options.pace, ledger_),
+      drain_(Lane::drain, options.pace, ledger_),
+      peer_(Lane::peer, options.pace, ledger_) {}
 
 HostBackend::~HostBackend() { close(); }
 
@@ -106,7 +91,7 @@ std::byte* HostBackend::take(Bytes bytes, bool for_others) {
 }
 
 void HostBackend::free(std::byte* memory) {
-  if (fetch_->thread.is_forked()) return;  // the child may have inherited the mutex locked
+  if (fetch_.is_forked()) return;  // the child may have inherited the mutex locked
   const MutexLock lock(mutex_);
   const auto found = allocations_.find(memory);
   NORIA_INVARIANT(found != allocations_.end(), "freed what the host backend did not allocate");
@@ -152,7 +137,7 @@ std::byte* HostBackend::open_shared(const SharedMemory& told) {
 }
 
 void HostBackend::close_shared(std::byte* memory) {
-  if (fetch_->thread.is_forked()) return;
+  if (fetch_.is_forked()) return;
   const MutexLock lock(mutex_);
   if (!closed_) unmap_pages(memory, opened_.remove(memory));
 }
@@ -169,65 +154,28 @@ std::int64_t HostBackend::num_allocations() const {
 
 // ---- transfers ----
 
-HostBackend::TransferLane& HostBackend::transfer_lane(Lane lane) {
+TimedLane& HostBackend::transfer_lane(Lane lane) {
   NORIA_INVARIANT(lane == Lane::fetch || lane == Lane::drain || lane == Lane::peer,
                   "no transfer runs on the " + std::string(to_string(lane)) + " lane");
-  return lane == Lane::fetch ? *fetch_ : lane == Lane::drain ? *drain_ : *peer_;
+  return lane == Lane::fetch ? fetch_ : lane == Lane::drain ? drain_ : peer_;
 }
 
 Ticket HostBackend::submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) {
-  TransferLane& lane = transfer_lane(label.lane);
-  if (label.lane == Lane::peer && !lane.thread.is_forked()) {
+  TimedLane& lane = transfer_lane(label.lane);
+  if (label.lane == Lane::peer && !lane.is_forked()) {
     const MutexLock lock(mutex_);
     opened_.check(transfer);
   }
-  auto ticket = std::make_shared<HostTicket>(label);
-  const std::int64_t submitted_ns = now_ns();
-  lane.thread.enqueue(
-      {[this, &lane, label, ticket, submitted_ns, transfer = std::move(transfer), waits = std::move(waits)] {
-         try {
-           run(lane, label, transfer, waits, submitted_ns);
-         } catch (...) {
-           ticket->fail(std::current_exception());
-           return;
-         }
-         ticket->pass();  // last: a waiter that sees it passed also sees its bytes and its numbers
-       },
-       [ticket](std::exception_ptr error) { ticket->fail(std::move(error)); }});
-  return ticket;
-}
-
-void HostBackend::run(TransferLane& lane, const OpLabel& label, const Transfer& transfer,
-                      const std::vector<Ticket>& waits, std::int64_t submitted_ns) {
-  // Counts free and waiting time from when things happened, not from when this thread was scheduled to see them.
-  std::int64_t free_ns = std::max(lane.free_ns, submitted_ns);
-  for (const Ticket& ticket : waits) {
-    lane.thread.await_issued(ticket);
-    free_ns = stood_until(ticket, label, free_ns);
-  }
-  const bool delayed = sleep_for_us(options_.pace->before_us(lane.lane, label.verb));
-  const std::int64_t least_ns = options_.pace->least_ns(lane.lane, transfer);
-  // An op with a limit begins when it could have begun. So the lane reaches its bandwidth even if wake-ups are late.
-  const std::int64_t start_ns = least_ns > 0 && !delayed ? free_ns : now_ns();
-
-  for (const CopySpan& copy : transfer.copies) {
-    std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.bytes.count));
-  }
-  for (const auto& [memory, bytes] : transfer.poison) {
-    std::memset(memory, 0xFF, static_cast<std::size_t>(bytes.count));
-  }
-
-  lane.free_ns = std::max(start_ns + least_ns, now_ns());
-  sleep_until_ns(lane.free_ns);
-  ledger_.transferred(label, start_ns, lane.free_ns, transfer.bytes(), ids_of(waits));
-  if (sleep_for_us(options_.pace->after_us(lane.lane))) lane.free_ns = now_ns();
-}
-
-std::int64_t HostBackend::stood_until(const Ticket& ticket, const OpLabel& waiter, std::int64_t since_ns) {
-  const auto* host = dynamic_cast<const HostTicket*>(ticket.get());
-  const std::int64_t until_ns = host != nullptr ? host->done_ns() : now_ns();
-  if (until_ns > since_ns) ledger_.stalled(waiter, ticket->label.verb, until_ns - since_ns);
-  return std::max(since_ns, until_ns);
+  const Bytes bytes = transfer.bytes();
+  const std::int64_t least_ns = options_.pace->least_ns(label.lane, transfer);
+  return lane.submit({label, std::move(waits), bytes, least_ns, [transfer = std::move(transfer)] {
+                        for (const CopySpan& copy : transfer.copies) {
+                          std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.bytes.count));
+                        }
+                        for (const auto& [memory, filled] : transfer.poison) {
+                          std::memset(memory, 0xFF, static_cast<std::size_t>(filled.count));
+                        }
+                      }});
 }
 
 // ---- ops that callers give ----
@@ -272,7 +220,7 @@ void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
     const auto held_up = paused(waiter, since_ns, !tickets.empty());
     for (const Ticket& ticket : tickets) {
       ticket->wait_passed();
-      since_ns = stood_until(ticket, waiter, since_ns);
+      since_ns = stood_until(ledger_, ticket, waiter, since_ns);
     }
     sleep_for_us(options_.pace->before_us(Lane::compute, waiter.verb));
     if (held_up) resumed(*held_up, tickets);
@@ -288,7 +236,7 @@ void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
     const auto held_up = paused(waiter, idle_since_ns, !tickets.empty());
     for (const Ticket& ticket : tickets) {
       compute.thread.await_issued(ticket);
-      idle_since_ns = stood_until(ticket, waiter, idle_since_ns);
+      idle_since_ns = stood_until(ledger_, ticket, waiter, idle_since_ns);
     }
     sleep_for_us(options_.pace->before_us(Lane::compute, waiter.verb));
     if (held_up) resumed(*held_up, tickets);
@@ -360,13 +308,13 @@ HostBackend::ComputeStream& HostBackend::compute_stream(Stream stream) {
 // ---- the end ----
 
 void HostBackend::idle() {
-  for (const auto* lane : {&fetch_, &drain_, &peer_}) (*lane)->thread.idle();
+  for (TimedLane* lane : {&fetch_, &drain_, &peer_}) lane->idle();
 }
 
 void HostBackend::close() {
   // A forked child may have inherited the mutex locked. So in a child only the pid is read.
-  if (fetch_->thread.is_forked()) return;
-  for (const auto* lane : {&fetch_, &drain_, &peer_}) (*lane)->thread.close();
+  if (fetch_.is_forked()) return;
+  for (TimedLane* lane : {&fetch_, &drain_, &peer_}) lane->close();
   std::vector<ComputeStream*> streams;
   {
     const MutexLock lock(mutex_);

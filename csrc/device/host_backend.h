@@ -20,6 +20,7 @@
 #include "device/host_lane.h"
 #include "device/lane_ledger.h"
 #include "device/opened_memory.h"
+#include "device/timed_lane.h"
 
 namespace noria {
 
@@ -70,21 +71,17 @@ class HostBackend final : public Backend {
   void enqueue(Stream stream, std::function<void()> work);
 
  private:
-  struct TransferLane;
   struct ComputeStream;
-  TransferLane& transfer_lane(Lane lane);
+  TimedLane& transfer_lane(Lane lane);
   std::byte* take(Bytes bytes, bool for_others);
   ComputeStream& compute_stream(Stream stream);
-  void run(TransferLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<Ticket>& waits,
-           std::int64_t submitted_ns);
-  std::int64_t stood_until(const Ticket& ticket, const OpLabel& waiter, std::int64_t since_ns);
   std::optional<OpId> paused(const OpLabel& waiter, std::int64_t at_ns, bool has_waits);
   void resumed(OpId op, const std::vector<Ticket>& waits);
   void given(const OpLabel& label);
 
   const HostBackendOptions options_;
   LaneLedger ledger_;
-  std::unique_ptr<TransferLane> fetch_, drain_, peer_;
+  TimedLane fetch_, drain_, peer_;
 
   mutable Mutex mutex_;
   struct Allocation {

@@ -38,11 +38,11 @@ class Descriptor {
 };
 
 void refuse(const std::string& folder, const std::string& found) {
-  throw UsageError("a folder of your own for files=, which nobody else can write to", "\"" + folder + "\": " + found,
+  throw UsageError("a folder of your own for files=, that no other user can write to", "\"" + folder + "\": " + found,
                    "name a folder that you have made with mkdir -m 700");
 }
 
-// What is checked is what the descriptor has: nobody can put another folder there in between.
+// The checks look at the descriptor, so no other user can put another folder there in between.
 int open_folder(const std::string& folder) {
   if (mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) refuse(folder, why("making it"));
   Descriptor opened(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
@@ -56,7 +56,7 @@ int open_folder(const std::string& folder) {
   return opened.release();
 }
 
-// Some file systems have no files without a name. There it has one that nobody can foresee, for a moment.
+// Some file systems have no files without a name. There the file has a random one for a moment.
 int open_and_unlink(int folder, int flags) {
   std::uint64_t number = 0;
   if (getrandom(&number, sizeof number, 0) != sizeof number) return -1;

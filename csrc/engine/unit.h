@@ -24,7 +24,8 @@ enum HomeRegion : std::int32_t {
   kUnreducedRegion,
   kSavedRegion,        // tokens, one for each saved storage
   kSavedCopiesRegion,  // copies of saved storages
-  kUpdateSlotsRegion   // on the device: slots of updates that run there
+  kUpdateSlotsRegion,  // on the device: slots of updates that run there
+  kStateSlotsRegion    // tokens, one for each slot for state that comes from files
 };
 
 struct EngineUnit {

@@ -14,7 +14,7 @@ namespace {
 std::size_t chain_of(const Op& op) {
   if (op.lane != Lane::update) return static_cast<std::size_t>(op.lane);
   const std::size_t of_unit = 2 * static_cast<std::size_t>(op.unit.value) + (op.verb == Verb::sum ? 1 : 0);
-  return static_cast<std::size_t>(Lane::update) + 1 + of_unit;
+  return static_cast<std::size_t>(kNumLanes) + of_unit;
 }
 
 std::string text_of(const Op& op) { return std::string(to_string(op.verb)) + " op " + std::to_string(op.id.value); }

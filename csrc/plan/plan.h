@@ -45,7 +45,9 @@ enum class Purpose : std::uint8_t {
   saved_tensor,  // on the device: what a forward saves for its backward
   saved_copy,    // in the home or at a peer: a copy of a saved tensor
   peer_copy,     // at a peer: a copy of a unit
-  update_slot    // on the device: a piece of a unit that is updated there
+  update_slot,   // on the device: a piece of a unit that is updated there
+  record,        // in a file: a unit's state
+  state_slot     // in host memory: the state of a unit that has a record, while it is there
 };
 std::string_view to_string(Purpose purpose);
 

@@ -61,6 +61,20 @@ Arena::Arena(Bytes bytes) {
   mapped_by_all += mapped.count;
 }
 
+Arena Arena::of_addresses(Bytes bytes) {
+  Arena made;
+  if (bytes == Bytes{0}) return made;
+  const Bytes mapped = round_to_page(bytes);
+  void* const taken = mmap(nullptr, static_cast<std::size_t>(mapped.count), PROT_NONE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (taken == MAP_FAILED) refuse("mmap", bytes, mapped);
+  made.data_ = static_cast<std::byte*>(taken);
+  made.process_ = getpid();
+  made.bytes_ = bytes;
+  made.has_memory_ = false;
+  return made;
+}
+
 Arena::~Arena() {
   try {
     close();
@@ -72,6 +86,7 @@ Arena::Arena(Arena&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       process_(other.process_),
       bytes_(std::exchange(other.bytes_, Bytes{0})),
+      has_memory_(other.has_memory_),
       backend_(std::exchange(other.backend_, nullptr)) {}
 
 Arena& Arena::operator=(Arena&& other) noexcept {
@@ -79,6 +94,7 @@ Arena& Arena::operator=(Arena&& other) noexcept {
   std::swap(data_, taken.data_);
   std::swap(process_, taken.process_);
   std::swap(bytes_, taken.bytes_);
+  std::swap(has_memory_, taken.has_memory_);
   std::swap(backend_, taken.backend_);
   return *this;
 }
@@ -125,13 +141,14 @@ void Arena::close() {
   struct Unmap {  // runs even if unregistering throws
     std::byte* data;
     Bytes bytes;
+    bool has_memory;
     ~Unmap() {
       if (data == nullptr) return;
       munmap(data, static_cast<std::size_t>(bytes.count));
-      mapped_by_all -= bytes.count;
+      if (has_memory) mapped_by_all -= bytes.count;
     }
   };
-  const Unmap unmap{getpid() == process_ ? data_ : nullptr, mapped_bytes()};
+  const Unmap unmap{getpid() == process_ ? data_ : nullptr, mapped_bytes(), has_memory_};
   std::byte* const data = std::exchange(data_, nullptr);
   bytes_ = Bytes{0};
   const auto backend = std::exchange(backend_, nullptr);

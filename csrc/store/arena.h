@@ -26,6 +26,9 @@ class Arena {
   Arena() = default;
   /// Throws MachineError with the sizes if the machine refuses. Nothing is taken then.
   explicit Arena(Bytes bytes);
+  /// Takes addresses alone. An access there ends the process until the caller maps memory over them. They count in no
+  /// sum of mapped bytes, and a forked child has none of them.
+  static Arena of_addresses(Bytes bytes);
   ~Arena();  // does not throw: a failure to unregister is lost, so call `close` if it matters
   Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&& other) noexcept;
@@ -58,6 +61,7 @@ class Arena {
   std::byte* data_ = nullptr;
   pid_t process_ = 0;  // the process that made the mapping
   Bytes bytes_;
+  bool has_memory_ = true;
   std::shared_ptr<Backend> backend_;
 };
 

@@ -1,4 +1,4 @@
-// Doors to files: both keep one contract, whatever the machine answers.
+// Doors to files: both keep one contract, also if the machine fails.
 #include "device/file_door.h"
 
 #include <gtest/gtest.h>

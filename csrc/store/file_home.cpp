@@ -1,0 +1,98 @@
+#include "store/file_home.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "base/errors.h"
+#include "device/host_memory.h"
+
+namespace noria {
+
+FileHome::FileHome(const std::vector<std::string>& folders, const std::vector<Bytes>& sizes, int num_slots,
+                   const FileStoreOptions& options, std::shared_ptr<Pace> pace)
+    : store_(folders, options),
+      pace_(std::move(pace)) {
+  Bytes end;
+  for (const Bytes size : sizes) {
+    const int record = store_.add(size);
+    offsets_.push_back(end);
+    end += store_.bytes_of(record);
+    slot_bytes_ = std::max(slot_bytes_, store_.bytes_of(record));
+  }
+  store_.reserve();
+  addresses_ = std::make_shared<Arena>(Arena::of_addresses(end));
+  try {
+    for (int slot = 0; slot < num_slots; ++slot) add_slot();
+  } catch (...) {
+    drop_slots(0);
+    throw;
+  }
+}
+
+FileHome::~FileHome() {
+  try {
+    drop_slots(0);
+  } catch (...) {  // NOLINT(bugprone-empty-catch): no address was given back, and a destructor does not throw
+  }
+}
+
+void FileHome::add_slot() {
+  Slot slot;
+  slot.pages = make_shared_pages(slot_bytes_);
+  if (slot.pages >= 0) slot.memory = map_shared_pages(slot.pages, slot_bytes_);
+  if (slot.memory == nullptr) {
+    const int why = errno;
+    give_up(slot);
+    throw MachineError("taking " + to_string(slot_bytes_) +
+                       " for state that lies in files failed: " + std::strerror(why));
+  }
+  madvise(slot.memory, static_cast<std::size_t>(slot_bytes_.count), MADV_DONTFORK);
+  slots_.push_back(slot);
+}
+
+void FileHome::drop_slots(int left) {
+  while (num_slots() > left) {
+    vacate(slots_.back());
+    give_up(slots_.back());
+    slots_.pop_back();
+  }
+}
+
+void FileHome::bring(int record, int number, bool is_blank) {
+  Slot& slot = slots_[static_cast<std::size_t>(number)];
+  vacate(slot);
+  const auto size = static_cast<std::size_t>(bytes_of(record).count);
+  if (is_blank) std::memset(slot.memory, 0, size);
+  else store_.read(record, slot.memory);
+  std::byte* const address = addresses_->data() + offset_of(record).count;
+  if (mmap(address, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, slot.pages, 0) == MAP_FAILED) {
+    throw MachineError("mmap of " + to_string(bytes_of(record)) + " of state failed: " + std::strerror(errno));
+  }
+  slot.record = record;
+  madvise(address, size, MADV_DONTFORK);
+}
+
+void FileHome::put_back(int record, int slot) { store_.write(record, slots_[static_cast<std::size_t>(slot)].memory); }
+
+// The addresses stay taken, without memory: no other mapping may come there.
+void FileHome::vacate(Slot& slot) {
+  const std::optional<int> record = std::exchange(slot.record, std::nullopt);
+  if (!record || addresses_->data() == nullptr) return;
+  const void* const there =
+      mmap(addresses_->data() + offset_of(*record).count, static_cast<std::size_t>(bytes_of(*record).count), PROT_NONE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  if (there == MAP_FAILED) throw MachineError(std::string("mmap of addresses failed: ") + std::strerror(errno));
+}
+
+void FileHome::give_up(Slot& slot) {
+  if (slot.memory != nullptr) unmap_pages(slot.memory, slot_bytes_);
+  if (slot.pages >= 0) close(slot.pages);
+  slot = {};
+}
+
+}  // namespace noria

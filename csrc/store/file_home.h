@@ -1,0 +1,79 @@
+// FileHome gives the records of a FileStore addresses that never change. At its address a record has memory while it
+// has a slot; otherwise an access there ends the process. So pointers and tensors may point to it all the time.
+//
+// Units: bytes.
+// Ownership: owns its slots and files. The addresses live as long as any tensor over `addresses()`.
+// Order: a slot serves one record at a time. The caller orders what reads and writes a slot's memory, `bring` and
+//   `put_back` included.
+// Threads: `bring` on one thread, `put_back` on one; the rest as the caller orders it. A forked child does not inherit
+//   the memory.
+//
+// Note [Two mappings]. A slot's pages have an address of their own, where files are read and written. While a record
+// has the slot, they have the record's address too. So no bytes are copied between slots and records.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/bytes.h"
+#include "device/pace.h"
+#include "store/arena.h"
+#include "store/file_store.h"
+
+namespace noria {
+
+class FileHome {
+ public:
+  /// Takes the space of all records in the files, and `num_slots` slots for the largest of them. Throws UsageError or
+  /// MachineError if there is too little; then nothing is taken.
+  FileHome(const std::vector<std::string>& folders, const std::vector<Bytes>& sizes, int num_slots,
+           const FileStoreOptions& options = {}, std::shared_ptr<Pace> pace = std::make_shared<Pace>());
+  ~FileHome();
+  FileHome(const FileHome&) = delete;  // owns mappings
+  FileHome& operator=(const FileHome&) = delete;
+
+  /// Returns the address space of all records. It holds no memory by itself.
+  const std::shared_ptr<Arena>& addresses() const { return addresses_; }
+  /// Returns where a record begins in it.
+  Bytes offset_of(int record) const { return offsets_[static_cast<std::size_t>(record)]; }
+  Bytes bytes_of(int record) const { return store_.bytes_of(record); }
+  int num_records() const { return static_cast<int>(offsets_.size()); }
+  Bytes slot_bytes() const { return slot_bytes_; }
+  int num_slots() const { return static_cast<int>(slots_.size()); }
+  const FileStore& store() const { return store_; }
+  /// Returns the pace of the lanes that move records.
+  const std::shared_ptr<Pace>& pace() const { return pace_; }
+
+  /// Takes one more slot. Throws MachineError if the machine has no memory.
+  void add_slot();
+  /// Gives back the last slots, until `left` are there. Their records must have been put back.
+  void drop_slots(int left);
+
+  /// Reads a record into a slot, and gives the slot its address. The record that had the slot loses its own.
+  /// `is_blank`: the record gets zeros, and its file is not read. Throws the errors of FileStore::read; then no record
+  /// has the slot.
+  void bring(int record, int slot, bool is_blank);
+  /// Writes the slot's record to its file. Throws what FileStore::write throws.
+  void put_back(int record, int slot);
+
+ private:
+  struct Slot {
+    int pages = -1;  // descriptor
+    std::byte* memory = nullptr;
+    std::optional<int> record;
+  };
+  void vacate(Slot& slot);
+  void give_up(Slot& slot);
+
+  FileStore store_;
+  const std::shared_ptr<Pace> pace_;
+  std::vector<Bytes> offsets_;
+  std::shared_ptr<Arena> addresses_;
+  Bytes slot_bytes_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace noria
