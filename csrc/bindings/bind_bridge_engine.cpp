@@ -286,6 +286,12 @@ void bind_statistics(py::module_& m) {
       .def("update_stats",
            [](const EngineStatistics& self) { return asked_stats([&] { return self.engine().updates()->stats(); }); })
       .def("resident_units", &resident_units, NoGil())
+      .def(
+          "file_stats",
+          [](const EngineStatistics& self, const std::string& lane) {
+            return asked_stats([&, which = parse_lane(lane)] { return self.engine().file_stats(which); });
+          },
+          py::arg("lane"))
       .def_property_readonly("compute_us", asked([](Engine& engine) { return engine.stats()->compute_us(); }))
       .def_property_readonly("arena_bytes", asked([](Engine& engine) { return engine.leases()->arena_bytes().count; }))
       .def_property_readonly("peak_bytes", asked([](Engine& engine) { return engine.leases()->peak().count; }))

@@ -9,6 +9,7 @@
 
 #include "bindings/home_use.h"
 #include "store/arena.h"
+#include "store/file_home.h"
 #include "store/file_store.h"
 #include "store/lending.h"
 
@@ -121,6 +122,28 @@ void bind_files(py::module_& m) {
       .def_property_readonly("file_bytes", [](const FileStore& store) { return store.file_bytes().count; })
       .def_property_readonly("door", &FileStore::door_name)
       .def_property_readonly("notes", &FileStore::notes);
+  py::class_<FileHome, std::shared_ptr<FileHome>>(m, "FileHome")
+      .def(py::init([](const std::vector<std::string>& folders, const std::vector<std::int64_t>& sizes, int num_slots,
+                       std::shared_ptr<Pace> pace, std::shared_ptr<FileFaults> faults, const std::string& door) {
+             std::vector<Bytes> bytes;
+             for (const std::int64_t size : sizes) bytes.push_back(Bytes{size});
+             FileStoreOptions options;
+             options.door = parse_door(door);
+             if (faults) options.faults = std::move(faults);
+             if (!pace) pace = std::make_shared<Pace>();
+             const py::gil_scoped_release no_gil;
+             return std::make_shared<FileHome>(folders, bytes, num_slots, options, std::move(pace));
+           }),
+           py::arg("folders"), py::arg("sizes"), py::arg("num_slots"), py::arg("pace") = py::none(),
+           py::arg("faults") = py::none(), py::arg("door") = "auto")
+      .def_property_readonly("addresses", &FileHome::addresses)
+      .def(
+          "offset_of", [](const FileHome& home, int record) { return home.offset_of(record).count; }, py::arg("record"))
+      .def_property_readonly("slot_bytes", [](const FileHome& home) { return home.slot_bytes().count; })
+      .def_property_readonly("num_slots", &FileHome::num_slots)
+      .def_property_readonly("file_bytes", [](const FileHome& home) { return home.store().file_bytes().count; })
+      .def_property_readonly("door", [](const FileHome& home) { return home.store().door_name(); })
+      .def_property_readonly("notes", [](const FileHome& home) { return home.store().notes(); });
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "testing/file_faults.h"
 #include "testing/slow_pace.h"
 
 namespace py = pybind11;
@@ -50,6 +51,20 @@ Limits make_limits(const std::map<std::string, std::pair<double, double>>& by_la
 }  // namespace
 
 void bind_testing(py::module_& m) {
+  py::class_<FileFaults, std::shared_ptr<FileFaults>>(m, "FileFaults");
+  py::class_<RandomFileFaults, FileFaults, std::shared_ptr<RandomFileFaults>>(m, "RandomFileFaults")
+      .def(py::init([](std::uint64_t seed, double short_answers, double interruptions, std::int64_t max_delay_us) {
+             return std::make_shared<RandomFileFaults>(FileHostility{seed, short_answers, interruptions, max_delay_us});
+           }),
+           py::arg("seed") = 0, py::arg("short_answers") = 0.0, py::arg("interruptions") = 0.0,
+           py::arg("max_delay_us") = 0)
+      .def(
+          "fail_next",
+          [](RandomFileFaults& faults, const std::string& way, int error, int num_before, int count) {
+            faults.fail_next(way == "write" ? FileWay::write : FileWay::read, error, num_before, count);
+          },
+          py::arg("way"), py::arg("error"), py::arg("num_before") = 0, py::arg("count") = 1)
+      .def_property_readonly("num_faults", &RandomFileFaults::num_faults);
   py::class_<Pace, std::shared_ptr<Pace>>(m, "Pace");
   py::class_<SlowPace, Pace, std::shared_ptr<SlowPace>>(m, "SlowPace")
       .def(py::init([](const std::map<std::string, std::pair<double, double>>& limits, const py::dict& hostility) {

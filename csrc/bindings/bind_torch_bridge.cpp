@@ -80,14 +80,13 @@ UnitMap<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable&
 /// Holds address, bytes of a slot, number of slots.
 using RingOfSlots = std::tuple<std::int64_t, std::int64_t, int>;
 
-std::shared_ptr<TorchBridge> make_torch_bridge(const std::vector<UnitSpec>& specs, std::shared_ptr<Backend> backend,
-                                               std::shared_ptr<HostOptimizer> optimizer, const std::string& device,
-                                               std::int64_t arena, std::int32_t window, bool prefetch_at_step,
-                                               std::shared_ptr<Arena> held_home, const std::optional<RingOfSlots>& ring,
-                                               const std::shared_ptr<Collectives>& collectives, bool assists,
-                                               std::int64_t reduce_scratch, std::int64_t assist_scratch,
-                                               std::optional<std::int64_t> least_saved,
-                                               std::optional<std::int64_t> saved_room) {
+std::shared_ptr<TorchBridge>
+make_torch_bridge(const std::vector<UnitSpec>& specs, std::shared_ptr<Backend> backend,
+                  std::shared_ptr<HostOptimizer> optimizer, const std::string& device, std::int64_t arena,
+                  std::int32_t window, bool prefetch_at_step, std::shared_ptr<Arena> held_home,
+                  const std::optional<RingOfSlots>& ring, const std::shared_ptr<Collectives>& collectives, bool assists,
+                  std::int64_t reduce_scratch, std::int64_t assist_scratch, std::optional<std::int64_t> least_saved,
+                  std::optional<std::int64_t> saved_room, std::shared_ptr<FileHome> files, std::vector<int> records) {
   BufferTable buffers;
   const Shards shards = collectives ? collectives->shards() : Shards{};
   UnitMap<BridgedUnit> units = read_units(specs, buffers, shards);
@@ -97,6 +96,7 @@ std::shared_ptr<TorchBridge> make_torch_bridge(const std::vector<UnitSpec>& spec
   options.budget = {Bytes{arena}, window};
   options.prefetch_at_step = prefetch_at_step;
   options.saves = least_saved.has_value();
+  options.files = {std::move(files), std::move(records)};
   if (saved_room) options.saved_room = Bytes{*saved_room};
   if (ring) {
     const auto& [address, slot, num_slots] = *ring;
@@ -171,6 +171,10 @@ void bind_torch_bridge(py::module_& m) {
         return reinterpret_cast<std::uintptr_t>(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
       },
       py::arg("tensor"));
+  m.def(
+      "refuse_access", [](const at::Tensor& tensor, const std::string& why) { refuse_access(tensor.storage(), why); },
+      py::arg("tensor"), py::arg("why"));
+  m.def("allow_access", [](const at::Tensor& tensor) { allow_access(tensor.storage()); }, py::arg("tensor"));
   m.def("watch", [](const at::Tensor& tensor) { watch(tensor.storage()); }, py::arg("tensor"));
   m.def(
       "move_tensor",
@@ -199,7 +203,8 @@ void bind_torch_bridge(py::module_& m) {
       .def(py::init(&make_torch_bridge), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
            py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("held_home"), py::arg("ring"),
            py::arg("collectives"), py::arg("assists"), py::arg("reduce_scratch"), py::arg("assist_scratch"),
-           py::arg("least_saved") = py::none(), py::arg("saved_room") = py::none())
+           py::arg("least_saved") = py::none(), py::arg("saved_room") = py::none(), py::arg("files") = py::none(),
+           py::arg("records") = std::vector<int>())
       .def_property_readonly("hooks", part<EngineHooks>())
       .def_property_readonly("gradients", part<EngineGradients>())
       .def_property_readonly("home", part<EngineHome>())

@@ -161,6 +161,7 @@ bool BackwardUpdates::count_use(const std::vector<UnitId>& units) {
 void BackwardUpdates::begin_backward(std::optional<ItineraryId> expected) {
   completion_.begin_backward(expected ? &pass_.book.visits(*expected) : nullptr);
   is_updated_.fill(false);
+  if (parts_.files != nullptr) parts_.files->begin_backward();
   for (UnitId unit : parts_.units.ids()) {
     drainer_.take_arrivals(unit);
     if (completes(unit)) completion_.expect(unit);
@@ -222,6 +223,8 @@ void BackwardUpdates::update(UnitId unit) {
   const int priority = drafts_.priority_of(unit);
   const Ticket ticket = parts_.optimizer->submit(begun.label, std::move(job), std::move(begun.waits), priority);
   issuer.keep(op.id, ticket);
+  updates_.note_issued(unit);
+  if (parts_.has_file(unit)) parts_.files->note_used(unit);
   sums.update = ticket;
   if (slot_[unit]) reader_[*slot_[unit]] = ticket;
   release_held(unit);

@@ -235,6 +235,7 @@ Ticket Drafts::submit(UnitId unit, Verb verb, UpdateJob job, int priority) {
   auto begun = issuer.begin(op);
   Ticket ticket = parts_.optimizer->submit(begun.label, std::move(job), std::move(begun.waits), priority);
   issuer.keep(op.id, ticket);
+  updates_.note_issued(unit);
   return ticket;
 }
 

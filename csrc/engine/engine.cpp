@@ -20,8 +20,10 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, UnitMap<
       collector_(options_.lane ? std::make_optional<Collector>(issuer_, units_, options_.lane, options_.scratch,
                                                                /*takes_sums=*/!options_.ring)
                                : std::nullopt),
-      parts_{options_,   *backend_,        units_,  buffers_,
-             callbacks_, optimizer_.get(), issuer_, collector_ ? &*collector_ : nullptr},
+      files_(options_.files.home ? std::make_unique<FileStates>(options_.files, issuer_, units_) : nullptr),
+      parts_{options_,    *backend_,        units_,  buffers_,
+             callbacks_,  optimizer_.get(), issuer_, collector_ ? &*collector_ : nullptr,
+             files_.get()},
       copies_(issuer_),
       fetcher_(issuer_, leases_, units_, options_.device, parts_.collector, copies_),
       drainer_(issuer_, leases_, units_, options_.device, callbacks_, parts_.collector, options_.ring.has_value()),
@@ -236,6 +238,7 @@ void Engine::end_step(bool blocking) {
   if (blocking) {
     run_all_deferred_locked();
     if (optimizer_) optimizer_->idle();
+    if (files_) files_->idle();
     if (updates_.streamed().is_used()) backend_->idle();
     sweep();
   }
@@ -282,9 +285,14 @@ void Engine::clear_torn() {
   const Entry entry(gate_);
   if (backward_updates_) backward_updates_->clear_torn();
   updates_.clear_torn();
+  forget_failures();
+}
+
+// Forgets ops that have failed, so that no later op waits for them.
+void Engine::forget_failures() {
   try {
     sweep();
-  } catch (...) {  // NOLINT(bugprone-empty-catch): failures of what has been mended; the caller has heard of them
+  } catch (...) {  // NOLINT(bugprone-empty-catch): the caller has heard of them
   }
 }
 
@@ -330,6 +338,7 @@ void Engine::set_trace(std::shared_ptr<Trace> trace) {
   backend_->set_trace(trace);
   if (optimizer_) optimizer_->set_trace(trace);
   if (activations_) activations_->set_trace(trace);
+  if (files_) files_->set_trace(trace);
   updates_.set_trace(trace);
   trace_ = std::move(trace);
 }
@@ -364,6 +373,7 @@ void Engine::idle() {
   if (options_.lane) options_.lane->idle();
   backend_->idle();
   if (optimizer_) optimizer_->idle();
+  if (files_) files_->idle();
   sweep();
 }
 
@@ -389,6 +399,9 @@ void Engine::close_lanes() {
   };
   attempt([&] {
     if (optimizer_) optimizer_->close();
+  });
+  attempt([&] {
+    if (files_) files_->close();
   });
   attempt([&] {
     if (options_.lane) options_.lane->close();

@@ -135,6 +135,11 @@ class Engine {
   /// Blocks until no op still reads or writes what the caller asks for. `write_weights`: the caller changes working
   /// copy and state now, so every device copy becomes stale.
   void access_home(UnitId unit, bool write_weights);
+  /// For a unit whose state lies in a file: the state stays in memory until `release_states`, and what is written there
+  /// counts. Call `access_home` before.
+  void hold_state(UnitId unit);
+  /// State in files is not held any more.
+  void release_states();
   /// The caller writes the held gradient on the stream, after all ops that still read it.
   void access_held(UnitId unit, Stream stream);
   /// Like `access_held`, for a caller that will divide all gradients of the unit and then multiply them, as its draft
@@ -206,6 +211,8 @@ class Engine {
   Held<const Leases> leases() const NORIA_UNCHECKED { return {gate_, leases_}; }
   Held<Issuer> issuer() NORIA_UNCHECKED { return {gate_, issuer_}; }
   Held<const BufferTable> buffers() const NORIA_UNCHECKED { return {gate_, buffers_}; }
+  /// Of the read lane or the write lane. Counts nothing if no state lies in files.
+  LaneStats file_stats(Lane lane) const;
   /// Counts nothing if forwards may not save.
   SavedStats saved_stats() const;
   std::map<HookId, SavedByModule> saved_by_module() const;
@@ -215,6 +222,7 @@ class Engine {
 
   void end_open_pass(Stream stream) NORIA_REQUIRES(gate_);
   void sweep() NORIA_REQUIRES(gate_);
+  void forget_failures() NORIA_REQUIRES(gate_);
   void close_lanes();
   enum class Edits : std::uint8_t { before_backward, before_step };
   void note_edits(Edits edits, Stream stream, const std::vector<UnitId>& scaled = {},
@@ -231,6 +239,7 @@ class Engine {
   Issuer issuer_ NORIA_GUARDED_BY(gate_);
   Leases leases_ NORIA_GUARDED_BY(gate_);
   std::optional<Collector> collector_ NORIA_GUARDED_BY(gate_);  // set: ranks share the home
+  const std::unique_ptr<FileStates> files_;                     // null: no state lies in files
   const EngineParts parts_;
   PeerCopies copies_ NORIA_GUARDED_BY(gate_);
   Fetcher fetcher_ NORIA_GUARDED_BY(gate_);

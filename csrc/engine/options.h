@@ -8,6 +8,7 @@
 #include "device/backend.h"
 #include "engine/collector.h"
 #include "engine/engine_callbacks.h"
+#include "engine/file_states.h"
 #include "engine/issuer.h"
 #include "engine/unit_table.h"
 #include "optim/host_optimizer.h"
@@ -24,6 +25,7 @@ struct EngineOptions {
   std::shared_ptr<CollectLane> lane;  // set: ranks share the home; see engine/engine.h, Note [Shards]
   CollectScratch scratch;             // for the lane
   bool saves = false;                 // what forwards save may leave the device; see engine/activation_store.h
+  FileStatesOptions files;            // state that lies in files
   std::optional<Bytes> saved_room;    // device memory for what stays; none: as little as overlap allows
 
   /// Returns true if p.grad shows what is held, so that the user's loop may read and edit it.
@@ -40,6 +42,8 @@ struct EngineParts {
   HostOptimizer* optimizer;  // null: updates run on the launching thread
   Issuer& issuer;
   Collector* collector;  // null: ranks do not share the home
+  FileStates* files;     // null: no state lies in files
+  bool has_file(UnitId unit) const { return files != nullptr && files->has(unit); }
 };
 
 }  // namespace noria

@@ -23,7 +23,15 @@ Op Updates::op_of(UnitId unit, bool reads_scales) {
     const BufferId scales = parts_.units[unit].scales;
     op.accesses.push_back({scales, issuer.version(scales), Access::Mode::read});
   }
+  if (parts_.has_file(unit)) {
+    parts_.files->bring(unit);
+    op.accesses.push_back(parts_.files->access(unit));
+  }
   return op;
+}
+
+void Updates::note_issued(UnitId unit) {
+  if (parts_.has_file(unit)) parts_.files->put_back(unit);
 }
 
 Access Updates::write_scales(UnitId unit) {
@@ -127,6 +135,8 @@ std::string Updates::torn() const {
   for (UnitId unit : parts_.units.ids()) {
     const std::string why = streamed_.torn(unit);
     if (!why.empty()) add("the update of ", unit, why);
+    if (!parts_.has_file(unit)) continue;
+    if (const std::string lost = parts_.files->torn(unit); !lost.empty()) add("writing the state of ", unit, lost);
   }
   if (parts_.optimizer == nullptr) return found;
   for (UnitId unit : kept_.ids()) {
@@ -151,6 +161,7 @@ void Updates::refuse_torn() const {
 void Updates::clear_torn() {
   torn_.clear();
   streamed_.clear_torn();
+  if (parts_.files != nullptr) parts_.files->clear_torn();
   if (parts_.optimizer == nullptr) return;
   parts_.optimizer->idle();
   parts_.backend.idle();

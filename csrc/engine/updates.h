@@ -35,7 +35,9 @@ class Updates {
 
   /// Makes the op of the unit's update. The state gets its next version; the working copy has it already.
   /// `reads_scales`: it multiplies the gradients by late scales, if they have any.
+  /// If its state lies in a file, issues first what brings it. Call `note_issued` when the op is on its way.
   Op op_of(UnitId unit, bool reads_scales = true);
+  void note_issued(UnitId unit);
   /// The unit's gradients are multiplied by late scales from now on. Returns the access that writes these scales.
   Access write_scales(UnitId unit);
 

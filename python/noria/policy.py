@@ -92,6 +92,17 @@ class Policy:
     noria leaves 1/16 of that unused, and at least 256 MiB. Several ranks on one machine get equal shares of the free
     memory."""
 
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    """A folder on a fast disk, or several on several disks. Moments that do not fit into `host_memory` lie there.
+
+    They come to host memory for each update and go back, while the device computes. Several folders share every unit's
+    moments, so that their disks work at once. A folder must be your own, no link, and not writable for others; noria
+    makes it if only its last part is missing. The files have no names there, and the system gives their space back when
+    the process ends. Only noria's own kernels update moments that lie in files, and only on the host."""
+
+    file_memory: str | int = "auto"
+    """The most bytes in `files`: "200GiB" or bytes. "auto": as many as must lie there."""
+
     window: str | int = "auto"
     """The largest number of units that are leased at once, 2 or more. "auto": only `device_memory` limits it."""
 
@@ -230,6 +241,9 @@ class Policy:
         _check_device(self.device)
         _check_memory("device_memory", self.device_memory, fraction_allowed=True)
         _check_memory("host_memory", self.host_memory, fraction_allowed=False)
+        object.__setattr__(self, "files", _checked_files(self.files))
+        _check_memory("file_memory", self.file_memory, fraction_allowed=False)
+        self._check_file_choices()
         if self.draft_memory != 0 or isinstance(self.draft_memory, bool):
             _check_memory("draft_memory", self.draft_memory, fraction_allowed=False)
         _check_window(self.window)
@@ -268,6 +282,40 @@ class Policy:
         _check_choice("check", self.check, ["auto", "operators", "off"])
         _check_choice("reads", self.reads, ["passes", "home"])
         _check_trace(self.trace)
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Returns the folders of `files`.
+
+        Example:
+            >>> noria.Policy(files="/nvme/run1").folders
+            ('/nvme/run1',)
+        """
+        if self.files is None:
+            return ()
+        given = [self.files] if isinstance(self.files, str | os.PathLike) else self.files
+        return tuple(os.fspath(each) for each in given)
+
+    def _check_file_choices(self) -> None:
+        """Raises UsageError if another option asks for what cannot be with files."""
+        if not self.files:
+            if self.file_memory != "auto":
+                raise usage_error("file_memory with files=", "it without files=", "name a folder, or leave it out")
+            return
+        refused = {
+            'resident="none" or "auto" with files=': (
+                f'resident="{self.resident}"',
+                self.resident in ("none", "auto"),
+            ),
+            'optimizer_device="host" with files=': ('optimizer_device="device"', self.optimizer_device == "host"),
+            'kernel="auto" or "fused" with files=': (
+                'kernel="torch", whose state noria keeps in host memory',
+                self.kernel != "torch",
+            ),
+        }
+        for expected, (found, is_fit) in refused.items():
+            if not is_fit:
+                raise usage_error(expected, found, "leave one of the two out")
 
 
 def make_policy(policy: Policy | None, fields: Mapping[str, Any]) -> Policy:
@@ -322,6 +370,21 @@ def to_bytes(amount: str | int | float, whole: int = 0) -> int | None:
     if isinstance(amount, str):
         return None if amount == "auto" else parse_bytes(amount)
     return amount
+
+
+def _checked_files(files: Any) -> tuple[str, ...] | None:
+    """Returns the folders. Raises UsageError if they are none, or the same one twice."""
+    if files is None:
+        return None
+    given = [files] if isinstance(files, str | os.PathLike) else files
+    if not isinstance(given, Sequence) or not given or not all(isinstance(each, str | os.PathLike) for each in given):
+        raise usage_error(
+            "files=None, a folder, or a list of folders", f"files={files!r}", "name a folder on a fast disk"
+        )
+    folders = tuple(os.path.abspath(os.fspath(each)) for each in given)
+    if len(set(folders)) < len(folders):
+        raise usage_error("different folders in files=", f"files={files!r}", "name each folder once")
+    return folders
 
 
 def _check_device(value: object) -> None:

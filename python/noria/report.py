@@ -9,6 +9,7 @@ from torch import nn
 
 from noria import _C
 from noria.doctor import host_memory_gib_s as measured_gib_s
+from noria.model.file_layout import FILES, STATE_SLOTS
 from noria.model.update_rules import keeps_moments
 from noria.pipeline.peer_memory import Loan
 from noria.planning.cost_table import COLUMNS, aligned, cost_rows, rates_text
@@ -393,7 +394,9 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
 
 def _lanes(wrapped: Wrapped) -> list[LaneReport]:
     lanes = []
-    names = ["compute", "fetch", "drain", "collect", "peer", "update"]
+    names = ["compute", "fetch", "drain", "collect", "peer", "update", "read", "write"]
+    if wrapped.context.home.files is None:
+        names = names[:-2]
     if wrapped.context.ranks is None:
         names.remove("collect")
     if not wrapped.peer_memory.borrowed:
@@ -402,6 +405,8 @@ def _lanes(wrapped: Wrapped) -> list[LaneReport]:
         stats = (
             wrapped.context.engine.statistics.update_stats()
             if lane == "update"
+            else wrapped.context.engine.statistics.file_stats(lane)
+            if lane in ("read", "write")
             else wrapped.context.backend.stats(lane)
         )
         busy = wrapped.context.engine.statistics.compute_us if lane == "compute" else stats["busy_us"]
@@ -414,6 +419,9 @@ def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
     context = wrapped.context
     backend, arena_bytes, beside = context.backend, context.engine.statistics.arena_bytes, context.device_buffers.taken
     taken = {("host", purpose): arena.bytes for purpose, arena in context.home.arenas.items()}
+    if (files := context.home.files) is not None:
+        taken[("host", STATE_SLOTS)] = files.num_slots * files.slot_bytes
+        taken[(FILES, "moments")] = files.file_bytes
     if backend.staging_bytes:
         taken[("host", STAGING_RING)] = backend.staging_bytes
     device = str(context.device)

@@ -610,7 +610,7 @@ def _carry_out(
         awaits_optimizer = not updaters and any(unit.gradients for unit in units)
         if planned.fused or awaits_optimizer:
             pool = machine().pool(is_beside_device=device.type == "cuda", numa_node=numa_node(backend.pci_bus_id))
-        home = Home(units, planned.regions, backend)
+        home = Home(units, planned.regions, backend, planned.files)
         if policy.reads == "home" and "working copies" in home.staged:
             raise usage_error(
                 'reads="home" with weights in pinned memory, which the device can read',
@@ -644,6 +644,8 @@ def _carry_out(
         assist_scratch=device_buffers.address(ASSIST_SCRATCH),
         least_saved=planned.least_saved,
         saved_room=_most_saved_room(planned),
+        files=home.files,
+        records=[home.record(unit.index) for unit in units],
     )
     trace = None if policy.trace is None else _C.Trace(1 << 18)
     context = Context(planned, home, engine, backend, device_buffers, pool, ranks, trace)

@@ -141,7 +141,7 @@ def ledger_with(staging_bytes: int) -> list[LedgerRow]:
     context = types.SimpleNamespace(
         ledger=ledger,
         device=planned.device,
-        home=types.SimpleNamespace(arenas={}),
+        home=types.SimpleNamespace(arenas={}, files=None),
         device_buffers=types.SimpleNamespace(taken={}),
         engine=types.SimpleNamespace(statistics=types.SimpleNamespace(arena_bytes=planned.arena_bytes)),
         backend=types.SimpleNamespace(staging_bytes=staging_bytes, allocated=planned.device_bytes),

@@ -71,6 +71,8 @@ WRONG = {
         None,
     ],
     "host_memory": ["", "0B", 0, -5, 0.5, 1.0, False, None],
+    "files": [[], 7, [3], ["/a", "/a"], True],
+    "file_memory": ["", "0B", 0, -5, 0.5, False, None, "1GiB"],  # the last one lacks files
     "window": [1, 0, -3, 2.0, "4", True, None],
     "resident": ["some", "", 1.0, 0, True, None],
     "units": ["blocks", nn.Linear, [], [""], [3], [nn.Linear(1, 1)], [int], None],
@@ -94,6 +96,8 @@ RIGHT = {
     "device": ["auto", "cuda", "cuda:0", "cuda:12", "cpu"],
     "device_memory": ["auto", "8GiB", "1.5 gb", 1, 2**40, 0.5, 1.0],
     "host_memory": ["auto", "64GiB", 10**9],
+    "files": [None],
+    "file_memory": ["auto"],
     "window": ["auto", 2, 17],
     "resident": ["none", "all", "auto", "8GiB", 1 << 30],
     "units": ["auto", ["*.layers.*"], [nn.Linear, "h.*"]],

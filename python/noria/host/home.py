@@ -21,6 +21,8 @@ from noria import _C
 from noria._errors import usage_error
 from noria._progress import Bar
 from noria.host.limits import numa_node
+from noria.host.machine import machine
+from noria.model.file_layout import FilePlan
 from noria.model.layout import (
     AVERAGES,
     FACTORED,
@@ -65,14 +67,23 @@ class Home:
     Ownership: an arena lives as long as any tensor in it.
     """
 
-    def __init__(self, units: list[HomeUnit], regions: list[Region], backend: _C.Backend) -> None:
+    def __init__(
+        self, units: list[HomeUnit], regions: list[Region], backend: _C.Backend, file_plan: FilePlan | None = None
+    ) -> None:
         self.units = units
+        self.file_plan = file_plan or FilePlan()
+        self.files: _C.FileHome | None = None
         self.regions = {region.purpose: region for region in regions}
         self.arenas: dict[str, _C.Arena] = {}
         self.notes: list[str] = []
         self.staged: list[str] = []
         self._pinned: set[str] = set()
+        self._records = {unit: number for number, unit in enumerate(self.file_plan.sizes)}
         try:
+            if self.file_plan.sizes:
+                folders = self.file_plan.folders
+                self.files = machine().files(folders, list(self.file_plan.sizes.values()), self.file_plan.num_slots)
+                self.notes += self.files.notes
             self._take(backend)
         except BaseException:
             for arena in self.arenas.values():
@@ -197,24 +208,40 @@ class Home:
 
     def address(self, purpose: str, unit: int) -> int:
         """Returns the address of the unit's part of an arena, or 0 if there is no such arena."""
-        if purpose not in self.arenas:
+        if not self.has_arena(purpose, unit):
             return 0
-        return self.arenas[purpose].data + self._offset(purpose, unit)
+        arena, offset = self._place(purpose, unit)
+        return arena.data + offset
 
-    def _offset(self, purpose: str, unit: int) -> int:
-        return self.regions[purpose].offsets[unit]
+    def has_arena(self, purpose: str, unit: int) -> bool:
+        return purpose in self.arenas or self.in_file(purpose, unit)
+
+    def in_file(self, purpose: str, unit: int) -> bool:
+        """Returns True if the unit's part of an arena lies in a file. It has memory while the engine has brought it."""
+        return purpose in self.file_plan.offsets.get(unit, ())
+
+    def record(self, unit: int) -> int:
+        """Returns the number of the unit's record in files; -1 if it has none."""
+        return self._records.get(unit, -1)
+
+    def _place(self, purpose: str, unit: int) -> tuple[_C.Arena, int]:
+        """Returns the arena that has the unit's part, and where the part begins there."""
+        if self.files is not None and self.in_file(purpose, unit):
+            begin = self.files.offset_of(self._records[unit])
+            return self.files.addresses, begin + self.file_plan.offsets[unit][purpose]
+        return self.arenas[purpose], self.regions[purpose].offsets[unit]
 
     def tensor(self, purpose: str, unit: int, offset: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns a CPU tensor with the shape and strides of `like`, `offset` bytes into the unit's part."""
-        base = self._offset(purpose, unit)
+        arena, base = self._place(purpose, unit)
         with plainly():  # the tensor may be kept, so the caller's torch modes must not affect it
-            return _C.tensor_in(self.arenas[purpose], base + offset, dtype, list(like.shape), list(like.stride()))
+            return _C.tensor_in(arena, base + offset, dtype, list(like.shape), list(like.stride()))
 
     def watched(self, slot: HomeParameter, before_write: Callable[[], None]) -> torch.Tensor:
         """Returns the tensor of `working`, for the user. After `_C.watch`, its first write calls `before_write`."""
-        offset = self._offset("working copies", slot.unit) + slot.home_offset
+        arena, base = self._place("working copies", slot.unit)
         with plainly():
-            return _C.watched_tensor_in(self.arenas["working copies"], offset, slot.like, slot.dtype, before_write)
+            return _C.watched_tensor_in(arena, base + slot.home_offset, slot.like, slot.dtype, before_write)
 
     def working(self, slot: HomeParameter) -> torch.Tensor:
         return self.tensor("working copies", slot.unit, slot.home_offset, slot.like, slot.dtype)
@@ -233,7 +260,7 @@ class Home:
 
     def has(self, purpose: str, unit: int) -> bool:
         """Returns True if the unit has a part in this arena."""
-        return purpose in self.arenas and self.regions[purpose].sizes[unit] > 0
+        return self.in_file(purpose, unit) or (purpose in self.arenas and self.regions[purpose].sizes[unit] > 0)
 
     def moment(
         self,
@@ -284,6 +311,6 @@ class Home:
     ) -> torch.Tensor:
         if before_write is None:
             return self.tensor(purpose, slot.unit, offset, like, dtype)
-        offset += self._offset(purpose, slot.unit)
+        arena, base = self._place(purpose, slot.unit)
         with plainly():
-            return _C.watched_tensor_in(self.arenas[purpose], offset, like, dtype, before_write)
+            return _C.watched_tensor_in(arena, base + offset, like, dtype, before_write)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -28,6 +28,10 @@ class Machine:
         It uses all but one of this process's cores. Beside a CUDA device it uses the cores of the device's node.
         """
         return _C.HostOptimizer(is_beside_device=is_beside_device, numa_node=-1 if numa_node is None else numa_node)
+
+    def files(self, folders: Sequence[str], sizes: Sequence[int], num_slots: int) -> _C.FileHome:
+        """Makes the home's part that lies in files. Takes its space, and its slots in host memory."""
+        return _C.FileHome(folders, sizes, num_slots)
 
 
 _MACHINE: contextvars.ContextVar[Machine] = contextvars.ContextVar("noria_machine")

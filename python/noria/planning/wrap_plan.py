@@ -20,6 +20,7 @@ from noria.dist.ranks import Grid, comparable
 from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, UPDATE_SLOTS
 from noria.host.home import LATE
 from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
+from noria.model.file_layout import FILES, STATE_SLOTS, FilePlan
 from noria.model.inner_tensors import tensors_in
 from noria.model.kept_views import bytes_leaving
 from noria.model.layout import (
@@ -35,6 +36,7 @@ from noria.model.partition import Partition, partition, parts_of, split_units
 from noria.model.update_rules import FusedRule
 from noria.planning.budgets import Budgets, resident_bytes
 from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log_needs
+from noria.planning.file_plan import choose_files
 from noria.planning.home_regions import gradient_ring, home_regions, state_places
 from noria.planning.kernels import Kernels
 from noria.planning.resident import bytes_to_stay, choose_stays, gradient_bytes
@@ -121,6 +123,8 @@ class WrapPlan:
     """By index of a unit whose update multiplies matrices: floating-point operations of these products."""
     ring: Ring | None = None
     """The gradient ring, under update="backward"."""
+    files: FilePlan = dataclasses.field(default_factory=FilePlan)
+    """What lies in files."""
     reduce_bytes: int = 0
     """Bytes of the scratch memory in which 16-bit gradients are summed over ranks in fp32."""
     assist_bytes: int = 0
@@ -184,7 +188,7 @@ class WrapPlan:
     @property
     def home_bytes(self) -> int:
         """Bytes of host memory that the home takes."""
-        return sum(region.bytes for region in self.regions)
+        return sum(region.bytes for region in self.regions) + self.files.memory
 
     def beside_the_arena(self) -> dict[str, int]:
         """Returns the bytes on the device that lie outside of the arena, by purpose.
@@ -209,6 +213,9 @@ class WrapPlan:
             host: ...
         """
         rows = [("host", region.purpose, region.bytes) for region in self.regions if region.bytes]
+        if self.files.sizes:
+            rows.append(("host", STATE_SLOTS, self.files.memory))
+            rows.append((FILES, "moments", self.files.file_bytes))
         rows.append((str(self.device), WINDOW, self.arena_bytes))
         rows += [(str(self.device), purpose, amount) for purpose, amount in self.beside_the_arena().items()]
         return rows
@@ -248,6 +255,12 @@ class WrapPlan:
             lines.append(
                 f"the device updates {len(streamed)} of {len(self.units)} units; each goes there and back in pieces of "
                 f"at most {format_bytes(slot_bytes(streamed))}"
+            )
+        if self.files.sizes:
+            files = format_bytes(self.files.file_bytes)
+            lines.append(
+                f"moments of {len(self.files.sizes)} of {len(self.units)} units lie in files: an update of all of them "
+                f"reads {files} and writes {files}"
             )
         if self.saved_room is not None:
             lines.append(
@@ -348,17 +361,27 @@ def make_plan(
     unpredicted = [*kernels.fp32_states(), *filter(None, [without_masters])]
     states, state_bytes = state_places(kernels, unpredicted)
     first = home_regions(kernels, frozenset(), state_bytes)
-    may_stay = bytes_to_stay(kernels, first, states, grid, device, budgets)
+    if policy.update == "backward":
+        ring = gradient_ring(parts, units)
+    files = FilePlan()
+    if policy.files:
+        if grid is not None:
+            raise usage_error(
+                "files= without ranks that share the model", "a mesh of ranks", "leave one of the two out"
+            )
+        lean = _with_ring(first, ring)
+        files = choose_files(kernels, lean, left_for_drafts(budgets, free, 0, 0), to_bytes(policy.file_memory))
+        if not files.sizes:
+            unpredicted.append("nothing lies in files: host memory has room for all")
+    may_stay = {} if policy.files else bytes_to_stay(kernels, first, states, grid, device, budgets)
     stays = choose_stays(kernels, may_stay, budgets, unpredicted)
     streamed = choose_streamed(kernels, stays, device)
-    draftable = undo_log_needs(kernels, stays | streamed)
-    home = sum(region.bytes for region in first)
+    draftable = undo_log_needs(kernels, stays | streamed | files.sizes.keys())
+    home = sum(region.bytes for region in files.regions(first)) + files.memory
     left = left_for_drafts(budgets, free, 0, home + staging_bytes(device))
     drafted = choose_drafts(kernels, draftable, budgets.drafts, left, device, unpredicted)
     regions = home_regions(kernels, drafted, state_bytes)
-    if policy.update == "backward":
-        ring = gradient_ring(parts, units)
-        regions = [ring.region if region.purpose == "held gradients" else region for region in regions]
+    regions = _with_ring(files.regions(regions), ring)
     table = _C.BufferTable()
     facts = _facts(units, table)
     forward, backward = _assumed_visits(parts, units)
@@ -389,6 +412,7 @@ def make_plan(
         {unit: pieces_of(units[unit], unit in kernels.fused, regions, states) for unit in streamed},
         update_flops(units, optimizers),
         ring,
+        files,
         reduce_bytes,
         assist_bytes,
         without_masters=without_masters,
@@ -401,6 +425,12 @@ def make_plan(
     result = dataclasses.replace(result, least_device=least_arena + sum(result.beside_the_arena().values()))
     _check_host(result, is_carried_out, free)
     return result
+
+
+def _with_ring(regions: list[Region], ring: Ring | None) -> list[Region]:
+    if ring is None:
+        return regions
+    return [ring.region if region.purpose == "held gradients" else region for region in regions]
 
 
 def forward_order(planned: WrapPlan) -> list[int]:
@@ -728,6 +758,8 @@ def _check_host(planned: WrapPlan, is_carried_out: bool, free: Free) -> None:
     A model without memory may be planned for another machine: it gets a note instead.
     """
     rows = [(region.purpose, region.bytes) for region in planned.regions]
+    if planned.files.sizes:
+        rows.append((STATE_SLOTS, planned.files.memory))
     if staging_bytes(planned.device):
         rows.append((STAGING_RING, staging_bytes(planned.device)))
     budget = planned.budgets.host

@@ -22,6 +22,7 @@ from noria.model.layout import HomeParameter, HomeUnit
 from noria.model.partition import Partition
 from noria.planning.wrap_plan import WrapPlan
 from noria.policy import Policy
+from noria.runtime.file_state import FileState
 from noria.runtime.ledger import Ledger
 
 __all__ = ["Context"]
@@ -40,11 +41,13 @@ class Context:
     ranks: Ranks | None
     trace: _C.Trace | None
     ledger: Ledger = dataclasses.field(init=False)
+    files: FileState = dataclasses.field(init=False)
     notes: list[str] = dataclasses.field(init=False)
     """For the report: what the plan could not foresee, and what has turned out since."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ledger", Ledger(self.plan))
+        object.__setattr__(self, "files", FileState(self.home, self.engine, self.ledger))
         object.__setattr__(self, "notes", list(self.plan.unpredicted))
 
     def add_to_plan(self, plan: WrapPlan) -> None:

@@ -126,6 +126,8 @@ class BackwardStep:
             self._expect_all()
             backward.update_held()
         updated_now = backward.take_updated(sorted({slot.unit for slot in own}))
+        for unit, _ in updated_now:
+            self.context.files.note_updated(unit)
         used = {(unit, offset): scalars for unit, pieces in updated_now for offset, scalars in pieces}
         now = self.fused.scalars(1.0)
         by_torch = [each for groups in self._by_torch.values() for each in groups]

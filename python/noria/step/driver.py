@@ -114,6 +114,7 @@ class StepDrivers(list["StepDriver"]):
         for driver in self:
             driver.run.refuse_while_averaged('backward() under update="backward"')
         expected = self.expect_in_backward()
+        self.context.files.release()
         for slot in self.context.slots:
             if slot.trainable and slot.parameter.requires_grad and slot.index not in expected:
                 raise usage_error(
@@ -261,6 +262,7 @@ class StepDriver:
             rest.refresh()
             rest.take_writes()
             self._resident.update_by_torch({unit: groups for unit, groups in at_rest.items() if unit not in ready})
+        self.context.files.release()
         streams = not rest.stands_still
         order = self._begin_updates(jobs) if streams else []
         if at_rest:
@@ -276,6 +278,8 @@ class StepDriver:
         updated = [slot.index for slot in slots]
         self.context.engine.home.bump_versions(updated)
         self._members.note_step(updated)
+        for unit in jobs:
+            self.context.files.note_updated(unit)
         for unit in at_rest:
             rest.note_versions(unit)
         if streams:
@@ -357,6 +361,7 @@ class StepDriver:
         self.run.recover()
         with self.run.loading(self._state):  # the caller may want to load into these parts
             self._state.follow()
+            self._state.look(None)
             return self._shards.state_dict()
 
     def load_parts(self, state_dict: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ class HomeState:
 
     def take_over(self) -> None:
         """Makes `optimizer.state` a settling dict. Runs once at first, and again if the user has replaced the dict."""
-        self.shown: OptimizerState = OptimizerState(self.settle, self.plain, dict(self.members.optimizer.state))
+        self.shown: OptimizerState = OptimizerState(self.look, self.plain, dict(self.members.optimizer.state))
         self.members.optimizer.state = self.shown
         for slot in self.members.slots():
             low = dict.get(self.shown, slot.parameter, {}).pop("low_bits", None) if slot.has_master else None
@@ -119,6 +119,14 @@ class HomeState:
         self.part()
         for slot in self.members.slots():
             self.adopt(slot)
+
+    def look(self, parameter: object) -> None:
+        """Finishes updates as `settle` does. State that lies in files then has memory until the next step."""
+        self.settle(parameter)
+        slots = [self.context.slot_of.get(parameter)] if isinstance(parameter, nn.Parameter) else []
+        if parameter is None:
+            slots = list(self.members.slots())
+        self.context.files.show(list(dict.fromkeys(slot.unit for slot in slots if slot is not None)))
 
     def settle(self, parameter: object) -> None:
         """Finishes the updates of one parameter before its state is read. None means all parameters."""
@@ -138,6 +146,8 @@ class HomeState:
         if not dict.__contains__(self.shown, slot.parameter):
             return
         state = self.shown.unsettled(slot.parameter)
+        if any(is_array(key, value) for key, value in state.items()):
+            self.context.files.touch(slot.unit)
         state.update(part_values(slot, state))
         if not slot.trainable:  # the home has no room for it, and the memory that it lies in may be an old home's
             state.update({key: value.clone() for key, value in state.items() if is_array(key, value)})
@@ -254,8 +264,10 @@ class HomeState:
         if purpose == FACTORED:
             return home.factored(slot, key, told)
         if key not in MOMENT_OF:
-            return home.scales(purpose, slot, told)
-        return home.moment(purpose, slot, moment_dtype(self.dtype, key), told)
+            found = home.scales(purpose, slot, told)
+        else:
+            found = home.moment(purpose, slot, moment_dtype(self.dtype, key), told)
+        return self.context.files.track(slot.unit, found) if home.in_file(purpose, slot.unit) else found
 
     def _told(self, slot: HomeParameter) -> Callable[[], None] | None:
         """Returns what the first write to a tensor of the parameter's state calls. None: nothing has to know of it."""
@@ -289,7 +301,14 @@ class HomeState:
 
         Collective if ranks share the model.
         """
-        shown = dict(self.shown.items())
+        self.settle(None)
+        shown = dict(dict.items(self.shown))
+        for slot in self.context.slots:  # copies, one unit after the other: the tensors in files have no memory later
+            values = shown.get(slot.parameter)
+            if self.context.files.has(slot.unit) and isinstance(values, dict):
+                self.context.files.touch(slot.unit)
+                copies = {key: value.clone() for key, value in values.items() if is_array(key, value)}
+                shown[slot.parameter] = {**values, **copies}
         slots = [slot for slot in self.context.slots if isinstance(shown.get(slot.parameter), dict)]
         states = {slot.index: shown[slot.parameter] for slot in slots}
         for slot in slots:

@@ -36,7 +36,7 @@ __all__ = ["load_state_dict", "state_dict"]
 
 def state_dict(members: ParamGroups, home_state: HomeState, *, for_file: bool = False) -> dict[str, Any]:
     """`for_file`: moments of "8bit" stay codes. Ranks and the user's hooks get floats also then."""
-    home_state.settle(None)
+    home_state.look(None)
     optimizer = members.optimizer
     state = optimizer.state
     has_hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks

@@ -157,7 +157,10 @@ class StepCounts:
 
     def _new_moment(self, slot: HomeParameter, key: str) -> torch.Tensor:
         place = self.state.moment(slot, key)
+        if place is not None and self.context.files.is_blank(slot.unit):
+            return place
         if place is not None:
+            self.context.files.touch(slot.unit)
             return place.zero_()
         if PURPOSE_OF.get(key) == FACTORED:
             made = torch.zeros(factored_shapes(slot.like.shape)[key], dtype=torch.float32, device="cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ class Machine(machine.Machine):
 
     Args:
         limits: By lane, (GiB/s, latency in us); 0 means unlimited. The lanes are "fetch", "drain", "update", "peer" for
-            each link to another stage, and "peer:1" for the link to stage 1 alone.
+            each link to another stage, and "peer:1" for the link to stage 1 alone. "read" and "write" move files.
         hostility: As the backends take it: `seed`, `max_delay_us`, `hold_us`, `poison`.
         update_threads: Threads of the host pool; 0 means all but one.
+        file_faults: What goes wrong with requests to files; None: nothing.
+        file_door: "io_uring", "threads", or "auto" for the better one that this machine has.
 
     Example:
         >>> slow = noria.testing.Machine(limits={"fetch": (1.0, 0)}, update_threads=1)
@@ -36,6 +38,8 @@ class Machine(machine.Machine):
     limits: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     hostility: _C.Hostility = dataclasses.field(default_factory=_no_hostility)
     update_threads: int = 0
+    file_faults: _C.FileFaults | None = None
+    file_door: str = "auto"
 
     def backend(self, device: torch.device, capacity: int) -> _C.Backend:
         """Returns a new backend. `wrap` calls this.
@@ -67,6 +71,19 @@ class Machine(machine.Machine):
             numa_node=-1 if numa_node is None else numa_node,
             pace=self.pace(),
         )
+
+    def files(self, folders: Sequence[str], sizes: Sequence[int], num_slots: int) -> _C.FileHome:
+        """Returns a new home in files. `wrap` calls this.
+
+        Args:
+            folders: Where the files lie.
+            sizes: The bytes of each record.
+            num_slots: How many records have memory at once.
+
+        Example:
+            >>> home = noria.testing.Machine().files(["files"], [1 << 20], 1)
+        """
+        return _C.FileHome(folders, sizes, num_slots, self.pace(), self.file_faults, self.file_door)
 
     def pace(self) -> _C.SlowPace:
         """Returns a new pace, which holds up ops as this machine does.

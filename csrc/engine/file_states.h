@@ -1,0 +1,108 @@
+// FileStates brings the state of units that lies in files to slots in host memory when an op needs it, and puts it
+// back.
+//
+// Example: an update of unit 7 is issued. `bring` issues a read_state op, which gives slot 2 to unit 7. The update
+// waits for it and writes slot 2. `put_back` issues a write_state op, which waits for the update. Slot 2 keeps the
+// bytes until another unit needs it; that unit's read_state waits for the write.
+//
+// Ownership: owns the read lane and the write lane, and shares the home in files. Borrows the issuer.
+// Order: a slot's unit changes in issue order. Which slot: the one whose unit was used longest ago.
+// Threads: the caller serialises. `release` and `bring_blank` may block.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/unit_map.h"
+#include "device/lane_ledger.h"
+#include "device/timed_lane.h"
+#include "engine/issuer.h"
+#include "engine/unit_table.h"
+#include "store/file_home.h"
+
+namespace noria {
+
+struct FileStatesOptions {
+  std::shared_ptr<FileHome> home;  // null: no state lies in files
+  std::vector<int> records;        // by unit; -1: its state lies in host memory
+};
+
+class FileStates {
+ public:
+  FileStates(const FileStatesOptions& options, Issuer& issuer, const UnitTable& units);
+  ~FileStates() { close(); }
+  FileStates(const FileStates&) = delete;  // owns threads that point to it
+  FileStates& operator=(const FileStates&) = delete;
+
+  bool has(UnitId unit) const { return records_[unit] >= 0; }
+
+  /// Gives the unit's state a slot, unless it has one, and issues what that needs. Throws MachineError if a slot is
+  /// missing because all are held, and the machine has no memory for one more.
+  void bring(UnitId unit);
+  /// Returns the access of an op that reads and writes the unit's state. Order: behind `bring`.
+  Access access(UnitId unit);
+  /// Issues the write of the state to its file. Order: behind the op that has changed it.
+  void put_back(UnitId unit);
+  // ---- update="backward" ----
+  /// A backward begins, and is expected to update in the order of the last one. Brings ahead the first units.
+  void begin_backward();
+  /// An op of this backward has used the unit's state: brings ahead what comes next.
+  void note_used(UnitId unit);
+
+  /// The caller may change the state until `release`: the unit keeps its slot, and is put back before another unit gets
+  /// it. Order: behind `bring`.
+  void hold(UnitId unit);
+  void note_changed(UnitId unit);
+  /// No unit is held any more. Gives back the slots that were taken beyond those of the plan.
+  void release();
+  /// After a failure: gives the unit a slot with zeros, which the caller overwrites.
+  void bring_blank(UnitId unit);
+
+  /// Returns why a unit's state could not be written; empty if it could.
+  std::string torn(UnitId unit) const;
+  void clear_torn();
+
+  LaneStats stats(Lane lane) const { return ledger_.stats(lane); }
+  void set_trace(std::shared_ptr<Trace> trace) { ledger_.set_trace(std::move(trace)); }
+  void idle();
+  void close();
+
+ private:
+  struct Slot {
+    UnitId unit;  // not valid: none
+    Ticket read;  // which brought it
+    bool is_changed = false;
+    bool is_held = false;
+    std::int64_t used = 0;  // when; a larger number is later
+  };
+  std::optional<int> slot_of(UnitId unit) const;
+  void bring_ahead();
+  int free_slot();
+  BufferId record_buffer(UnitId unit);
+  BufferId slot_buffer(int slot);
+  Access access_to(BufferId buffer, Access::Mode mode);
+  Ticket submit(TimedLane& lane, Op op, Bytes bytes, std::function<void()> work);
+  void put_back(int slot);
+  void forget(int slot);
+
+  const std::shared_ptr<FileHome> home_;
+  Issuer& issuer_;
+  UnitMap<int> records_;
+  UnitMap<int> slots_of_;  // -1: none
+  std::vector<Slot> slots_;
+  const int num_planned_;
+  std::int64_t now_ = 0;
+  UnitMap<std::vector<Ticket>> writes_;  // those that have not passed, or have failed
+  std::vector<UnitId> order_;            // in which this backward uses units
+  std::deque<UnitId> expected_;          // not brought ahead yet
+  std::set<UnitId> ahead_;               // brought ahead, not used yet
+  LaneLedger ledger_;
+  TimedLane read_, write_;  // last: destroyed before what they use
+};
+
+}  // namespace noria

@@ -1,0 +1,316 @@
+"""Moments that lie in files: same bits as in memory, on a slow and on a failing disk; users see current values."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import noria
+import pytest
+import torch
+from noria import _C
+from noria.testing import assert_same_bits, on_machine
+from noria.wrapped import wrapped_by
+from torch import nn
+
+from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, adamw, loss_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCKS_HERE, WIDTH_HERE = 12, 48
+DOORS = ["threads", "io_uring"]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder on a real file system, for this user alone."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as found:
+        yield Path(found)
+
+
+def new(optimizer: Callable[[Any], torch.optim.Optimizer] = adamw) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net(BLOCKS_HERE, WIDTH_HERE)
+    return model, optimizer(model.parameters())
+
+
+def wrapped(
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, **policy: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """With `files`: as much of the moments lies there as can."""
+    policy = {"device": "cpu", "window": 3, "kernel": "fused", **policy}
+    if "files" in policy and "host_memory" not in policy:
+        policy["host_memory"] = least_host_memory(optimizer, **policy)
+    return noria.wrap(*new(optimizer), **policy)
+
+
+def least_host_memory(optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, **policy: Any) -> int:
+    """What the refusal of less says would do."""
+    with pytest.raises(noria.UsageError, match="host_memory of at least") as refusal:
+        noria.plan(*new(optimizer), **policy, host_memory=1)
+    found = re.search(r"\((\d+) bytes\)", str(refusal.value))
+    assert found is not None
+    return int(found[1])
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, micro_batches: int = 1) -> None:
+    for number in range(first, last):
+        for part in range(micro_batches):
+            loss_of(model, number * micro_batches + part).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}: {key}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def assert_alike(one: tuple[nn.Module, torch.optim.Optimizer], other: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    assert_same_bits(dict(one[0].state_dict()), dict(other[0].state_dict()))
+    assert_same_bits(states(*one), states(*other))
+
+
+def files_of(model: nn.Module) -> _C.FileHome:
+    files = wrapped_by(model).context.home.files
+    assert files is not None
+    return files
+
+
+def moved(model: nn.Module) -> dict[str, int]:
+    wrapped_by(model).context.engine.idle()
+    return {lane.lane: lane.num_ops for lane in noria.report(model).lanes if lane.lane in ("read", "write")}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("update", ["auto", "backward", "blocking"])
+def test_files_have_the_bits_of_memory(update, state_dtype, dtype, folder):
+    options = {"update": update, "state_dtype": state_dtype, "dtype": dtype}
+    there = wrapped(**options)
+    faults = _C.RandomFileFaults(seed=3, short_answers=0.3, interruptions=0.1, max_delay_us=200)
+    with on_machine(hostility=HOSTILE, file_faults=faults):
+        here = wrapped(files=folder, **options)
+    for each in (there, here):
+        train(*each, 0, 5)
+    num_units = len(wrapped_by(here[0]).context.plan.files.sizes)
+    assert num_units >= 6
+    assert moved(here[0])["write"] == num_units * 5
+    assert moved(here[0])["read"] >= num_units
+    assert faults.num_faults > 0
+    assert_alike(there, here)
+
+
+@pytest.mark.parametrize("rule", sorted(OPTIMIZERS.keys() - {"sgd"}))
+def test_every_rule_keeps_its_moments_in_files(rule, folder):
+    there, here = wrapped(OPTIMIZERS[rule]), wrapped(OPTIMIZERS[rule], files=folder)
+    for each in (there, here):
+        train(*each, 0, 4)
+    assert moved(here[0])["read"] > 0
+    assert_alike(there, here)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_both_doors_have_the_same_bits(door, folder):
+    if door == "io_uring" and (reason := _C.uring_absent_reason()):
+        pytest.skip(reason)
+    there = wrapped()
+    with on_machine(file_door=door):
+        here = wrapped(files=[folder / "one", folder / "two"])
+    for each in (there, here):
+        train(*each, 0, 4)
+    assert files_of(here[0]).door == door
+    assert_alike(there, here)
+
+
+@pytest.mark.parametrize("update", ["auto", "blocking"])
+def test_with_accumulation_moments_cross_once_a_step(update, folder):
+    there, here = wrapped(update=update), wrapped(update=update, files=folder)
+    for each in (there, here):
+        train(*each, 0, 2, micro_batches=3)
+    before = moved(here[0])
+    for each in (there, here):
+        train(*each, 2, 4, micro_batches=3)
+    num_units = len(wrapped_by(here[0]).context.plan.files.sizes)
+    after = moved(here[0])
+    assert after["write"] - before["write"] == 2 * num_units
+    assert after["read"] - before["read"] <= 2 * num_units
+    assert_alike(there, here)
+
+
+def test_plan_and_ledger_agree_to_the_byte(folder):
+    model, optimizer = wrapped(files=folder)
+    train(model, optimizer, 0, 2)
+    report = noria.report(model)
+    rows = {(row.place, row.purpose): (row.planned, row.taken) for row in report.ledger}
+    for planned, taken in rows.values():
+        assert planned == taken
+    plan = wrapped_by(model).context.plan
+    assert rows[("files", "moments")][1] == plan.files.file_bytes > 0
+    assert rows[("host", "state slots")][1] == plan.files.memory > 0
+    for parameter in model.parameters():  # each look holds one more unit
+        optimizer.state[parameter]
+    for row in noria.report(model).ledger:
+        assert row.planned == row.taken, row
+    train(model, optimizer, 2, 3)
+    assert {(row.place, row.purpose): (row.planned, row.taken) for row in noria.report(model).ledger} == rows
+
+
+def test_nothing_lies_in_files_if_memory_has_room(folder):
+    model, optimizer = wrapped(files=folder, host_memory="1GiB")
+    train(model, optimizer, 0, 1)
+    assert wrapped_by(model).context.home.files is None
+    assert any("nothing lies in files" in note for note in noria.report(model).notes)
+
+
+# ---- what users see ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["auto", "backward"])
+def test_edits_of_state_count(update, folder):
+    there, here = wrapped(update=update), wrapped(update=update, files=folder)
+    for model, optimizer in (there, here):
+        train(model, optimizer, 0, 2)
+        for parameter in model.parameters():
+            optimizer.state[parameter]["exp_avg"].mul_(0.5)
+        optimizer.state[next(model.parameters())]["exp_avg_sq"].fill_(2.0)
+        train(model, optimizer, 2, 4)
+    assert_alike(there, here)
+
+
+def test_a_tensor_of_state_raises_when_its_memory_is_gone(folder):
+    model, optimizer = wrapped(files=folder)
+    train(model, optimizer, 0, 2)
+    unit = next(iter(wrapped_by(model).context.plan.files.sizes))
+    parameter = wrapped_by(model).context.units[unit].parameters[0].parameter
+    moment = optimizer.state[parameter]["exp_avg"]
+    before = moment.clone()
+    train(model, optimizer, 2, 3)
+    with pytest.raises(RuntimeError, match="lies in a file now"):
+        moment.sum()
+    now = optimizer.state[parameter]["exp_avg"]
+    assert now is moment
+    assert not torch.equal(now, before)
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_state_dicts_load_with_and_without_files(state_dtype, folder):
+    first = wrapped(files=folder / "first", state_dtype=state_dtype)
+    train(*first, 0, 3)
+    weights, state = first[0].state_dict(), first[1].state_dict()
+    for files in ({}, {"files": folder / "second"}):
+        second = wrapped(state_dtype=state_dtype, **files)
+        train(*second, 7, 8)
+        second[0].load_state_dict(weights)
+        second[1].load_state_dict(state)
+        if state_dtype == "fp32":
+            assert_alike(first, second)
+        train(*second, 3, 4)
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_a_saved_run_goes_on_with_and_without_files(state_dtype, folder):
+    never_stopped = wrapped(state_dtype=state_dtype)
+    train(*never_stopped, 0, 5)
+    first = wrapped(files=folder / "first", state_dtype=state_dtype)
+    train(*first, 0, 3)
+    noria.save(folder / "saved", first[0], first[1])
+    for number, files in enumerate(({}, {"files": folder / "second"})):
+        second = wrapped(state_dtype=state_dtype, **files)
+        noria.load(folder / "saved", second[0], second[1])
+        train(*second, 3, 5)
+        assert_alike(never_stopped, second), number
+
+
+def test_unwrap_gives_plain_tensors(folder):
+    there, here = wrapped(), wrapped(files=folder)
+    for model, optimizer in (there, here):
+        train(model, optimizer, 0, 3)
+        noria.unwrap(model, optimizer)
+    assert_same_bits(dict(there[0].state_dict()), dict(here[0].state_dict()))
+    for one, other in zip(there[1].state.values(), here[1].state.values(), strict=True):
+        assert_same_bits(
+            {key: torch.as_tensor(value) for key, value in one.items()},
+            {key: torch.as_tensor(value) for key, value in other.items()},
+        )
+    loss_of(here[0], 9).backward()
+    here[1].step()
+
+
+# ---- failures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+@pytest.mark.parametrize("update", ["auto", "backward", "blocking"])
+def test_a_disk_that_fails_is_told_and_a_load_mends_it(update, way, folder):
+    there = wrapped(update=update)
+    faults = _C.RandomFileFaults()
+    with on_machine(file_faults=faults):
+        here = wrapped(update=update, files=folder)
+    for each in (there, here):
+        train(*each, 0, 2)
+    saved = copy.deepcopy((there[0].state_dict(), there[1].state_dict()))  # torch would share the step counts
+    faults.fail_next(way, errno.EIO, 2)
+    with pytest.raises(Exception, match="Input/output error"):
+        train(*here, 2, 5)
+    with pytest.raises(Exception, match=r"Input/output error|different steps|after each backward"):
+        train(*here, 5, 6)
+    torn = wrapped_by(here[0]).context.engine.torn()
+    assert "broke off" in torn or (update, way) == ("backward", "read")  # what was read ahead in vain is read again
+    if not torn:
+        here[1].step()  # of the backward that had no error
+    here[0].load_state_dict(saved[0])
+    here[1].load_state_dict(saved[1])
+    here[1].zero_grad()
+    for each in (there, here):
+        train(*each, 2, 4)
+    assert_alike(there, here)
+
+
+def test_nothing_is_left_of_a_process_that_was_killed(folder):
+    script = """
+        import sys, noria, torch
+        from tests.journeys.test_files import train, wrapped
+        model, optimizer = wrapped(files=sys.argv[1])
+        train(model, optimizer, 0, 1)
+        print("trained", flush=True)
+        while True:
+            train(model, optimizer, 0, 1)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(folder / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "trained\n"
+        child.kill()
+    assert os.listdir(folder / "run") == []
+
+
+def test_folders_of_others_and_other_options_are_refused(folder):
+    (folder / "open").mkdir()
+    (folder / "open").chmod(0o777)
+    (folder / "link").symlink_to(folder)
+    for files, why in (("open", "all users"), ("link", "symbolic link"), ("no/such", "No such file")):
+        with pytest.raises(noria.UsageError, match=why):
+            wrapped(files=folder / files)
+    for option in ({"kernel": "torch"}, {"optimizer_device": "device"}, {"resident": "all"}, {"files": []}):
+        with pytest.raises(noria.UsageError, match="files"):
+            noria.Policy(**{"files": str(folder), **option})
+    with pytest.raises(noria.UsageError, match="file_memory"):
+        noria.Policy(file_memory="1GiB")
+    model, optimizer = new()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(noria.UsageError, match="host_memory of at least"):
+        noria.wrap(model, optimizer, device="cpu", kernel="fused", files=folder, host_memory=4096)
+    assert_same_bits(before, dict(model.state_dict()))

@@ -1,0 +1,88 @@
+"""What lies in files: as little as must, spread over the model, and never more than the cap."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import noria
+import pytest
+import torch
+from torch import nn
+
+WIDTHS = [64] * 16
+
+
+def model(widths: list[int] = WIDTHS) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(width, width) for width in widths))
+
+
+def plan(widths: list[int] = WIDTHS, **policy: Any) -> Any:
+    made = model(widths)
+    optimizer = torch.optim.AdamW(made.parameters())
+    return noria.plan(made, optimizer, device="cpu", units=[nn.Linear], kernel="fused", **policy)
+
+
+def host_bytes(planned: Any) -> int:
+    return sum(size for place, _, size in planned.rows() if place == "host")
+
+
+def least(widths: list[int] = WIDTHS, **policy: Any) -> int:
+    with pytest.raises(noria.UsageError, match="host_memory of at least") as refusal:
+        plan(widths, files="/never/made", host_memory=1, **policy)
+    found = re.search(r"\((\d+) bytes\)", str(refusal.value))
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_the_home_fits_and_no_more_lies_in_files_than_must(share, state_dtype):
+    whole = host_bytes(plan(state_dtype=state_dtype))
+    few = least(state_dtype=state_dtype)
+    room = int(few + share * (whole - few))
+    planned = plan(files="/never/made", host_memory=room, state_dtype=state_dtype)
+    assert host_bytes(planned) <= room
+    if share == 1.0:
+        assert not planned.files.sizes
+    else:
+        one_less = host_bytes(planned) + max(planned.files.sizes.values())
+        assert one_less > room, "one unit more could have stayed in memory"
+
+
+def test_units_in_files_are_spread_over_the_model():
+    whole, few = host_bytes(plan()), least()
+    chosen = sorted(plan(files="/never/made", host_memory=(whole + few) // 2).files.sizes)
+    gaps = [after - before for before, after in zip([-1, *chosen], [*chosen, len(WIDTHS)], strict=True)]
+    assert 4 <= len(chosen) <= 12
+    assert max(gaps) <= 4
+
+
+def test_a_unit_much_larger_than_the_others_stays_in_memory_as_its_slots_would_take_more():
+    widths = [64] * 16 + [512]
+    planned = plan(widths, files="/never/made", host_memory=least(widths))
+    assert len(widths) - 1 not in planned.files.sizes
+    assert len(planned.files.sizes) == 16
+
+
+def test_a_plan_takes_no_space_and_says_what_lies_in_files(tmp_path):
+    planned = plan(files=tmp_path / "run", host_memory=least())
+    assert not (tmp_path / "run").exists()
+    assert "moments of 16 of 16 units lie in files" in str(planned)
+    assert ("files", "moments", planned.files.file_bytes) in planned.rows()
+
+
+def test_the_cap_on_files_holds():
+    of_one = plan(files="/never/made", host_memory=least()).files.slot_bytes
+    with pytest.raises(noria.UsageError, match="host_memory of at least"):
+        plan(files="/never/made", host_memory=least(), file_memory=8 * of_one)
+    room = int(re.search(r"\((\d+) bytes\)", refusal_of(file_memory=8 * of_one))[1])  # type: ignore[index]
+    planned = plan(files="/never/made", host_memory=room, file_memory=8 * of_one)
+    assert planned.files.file_bytes <= 8 * of_one
+
+
+def refusal_of(**policy: Any) -> str:
+    with pytest.raises(noria.UsageError) as refusal:
+        plan(files="/never/made", host_memory=1, **policy)
+    return str(refusal.value)
