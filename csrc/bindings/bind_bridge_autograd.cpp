@@ -121,8 +121,11 @@ void bind_home(py::module_& m) {
           [](const EngineHome& self, std::int32_t unit, bool write) { self->access_home(UnitId(unit), write); },
           py::arg("unit"), py::arg("write"), NoGil())
       .def(
-          "hold_state", [](const EngineHome& self, std::int32_t unit) { self.engine().hold_state(UnitId(unit)); },
-          py::arg("unit"), NoGil())
+          "access_state",
+          [](const EngineHome& self, std::int32_t unit, bool holds) {
+            self.engine().access_state(UnitId(unit), holds);
+          },
+          py::arg("unit"), py::arg("holds"), NoGil())
       .def(
           "release_states", [](const EngineHome& self) { self.engine().release_states(); }, NoGil())
       .def(

@@ -136,7 +136,10 @@ void bind_files(py::module_& m) {
            }),
            py::arg("folders"), py::arg("sizes"), py::arg("num_slots"), py::arg("pace") = py::none(),
            py::arg("faults") = py::none(), py::arg("door") = "auto")
-      .def_property_readonly("addresses", &FileHome::addresses)
+      // Shares the home itself: tensors over the addresses keep the memory that is there.
+      .def_property_readonly(
+          "addresses",
+          [](const std::shared_ptr<FileHome>& home) { return std::shared_ptr<Arena>(home, home->addresses().get()); })
       .def(
           "offset_of", [](const FileHome& home, int record) { return home.offset_of(record).count; }, py::arg("record"))
       .def_property_readonly("slot_bytes", [](const FileHome& home) { return home.slot_bytes().count; })

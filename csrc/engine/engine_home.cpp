@@ -21,30 +21,36 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   // The state is always written, so that ops of one unit on the update lane form a chain.
   op.accesses = {{facts.state, issuer_.next_version(facts.state), Access::Mode::write}};
   if (write_weights) op.accesses.push_back({facts.working, issuer_.next_version(facts.working), Access::Mode::write});
-  const bool has_file = parts_.has_file(unit);
-  if (has_file) {
-    files_->bring(unit);
-    op.accesses.push_back(files_->access(unit));
-  }
   // It gives no ticket: the caller is done with the home before its next call, so no op ever has to wait for it.
   try {
     wait_for_all(issuer_.begin(op).waits);
   } catch (...) {
     if (updates_.torn().empty()) throw;  // else the failure is known, and this may be the load that mends it
-    if (has_file) {
-      files_->bring_blank(unit);
-      forget_failures();
-    }
   }
-  if (has_file) files_->note_changed(unit);
   if (!write_weights) return;
   if (collector_) collector_->note_load(unit);
   runner_.forget_plan();
 }
 
-void Engine::hold_state(UnitId unit) {
+void Engine::access_state(UnitId unit, bool holds) {
   const Entry entry(gate_);
-  if (parts_.has_file(unit)) files_->hold(unit);
+  NORIA_INVARIANT(parts_.has_file(unit), "its state lies in no file");
+  files_->bring(unit);
+  Op op;
+  op.lane = Lane::update;
+  op.verb = Verb::load;
+  op.unit = unit;
+  const BufferId state = units_[unit].facts.state;
+  op.accesses = {{state, issuer_.next_version(state), Access::Mode::write}, files_->access(unit)};
+  try {
+    wait_for_all(issuer_.begin(op).waits);
+  } catch (...) {
+    if (updates_.torn().empty()) throw;  // else the failure is known, and this may be the load that mends it
+    files_->bring_blank(unit);
+    forget_failures();
+  }
+  if (holds) files_->hold(unit);
+  else files_->note_changed(unit);
 }
 
 void Engine::release_states() {

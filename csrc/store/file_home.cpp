@@ -12,6 +12,11 @@
 #include "device/host_memory.h"
 
 namespace noria {
+namespace {
+
+Bytes whole_pages(Bytes bytes) { return align_up(bytes, Bytes{sysconf(_SC_PAGESIZE)}); }
+
+}  // namespace
 
 FileHome::FileHome(const std::vector<std::string>& folders, const std::vector<Bytes>& sizes, int num_slots,
                    const FileStoreOptions& options, std::shared_ptr<Pace> pace)
@@ -21,7 +26,7 @@ FileHome::FileHome(const std::vector<std::string>& folders, const std::vector<By
   for (const Bytes size : sizes) {
     const int record = store_.add(size);
     offsets_.push_back(end);
-    end += store_.bytes_of(record);
+    end += whole_pages(store_.bytes_of(record));
     slot_bytes_ = std::max(slot_bytes_, store_.bytes_of(record));
   }
   store_.reserve();
@@ -35,6 +40,7 @@ FileHome::FileHome(const std::vector<std::string>& folders, const std::vector<By
 }
 
 FileHome::~FileHome() {
+  if (getpid() != process_) return;  // a forked child has none of these mappings
   try {
     drop_slots(0);
   } catch (...) {  // NOLINT(bugprone-empty-catch): no address was given back, and a destructor does not throw
@@ -52,23 +58,35 @@ void FileHome::add_slot() {
                        " for state that lies in files failed: " + std::strerror(why));
   }
   madvise(slot.memory, static_cast<std::size_t>(slot_bytes_.count), MADV_DONTFORK);
+  const MutexLock lock(mutex_);
   slots_.push_back(slot);
 }
 
+int FileHome::num_slots() const {
+  const MutexLock lock(mutex_);
+  return static_cast<int>(slots_.size());
+}
+
+FileHome::Slot& FileHome::at(int slot) {
+  const MutexLock lock(mutex_);
+  return slots_.at(static_cast<std::size_t>(slot));
+}
+
 void FileHome::drop_slots(int left) {
-  while (num_slots() > left) {
-    vacate(slots_.back());
-    give_up(slots_.back());
+  for (int last = num_slots() - 1; last >= left; --last) {
+    vacate(at(last));
+    give_up(at(last));
+    const MutexLock lock(mutex_);
     slots_.pop_back();
   }
 }
 
 void FileHome::bring(int record, int number, bool is_blank) {
-  Slot& slot = slots_[static_cast<std::size_t>(number)];
+  Slot& slot = at(number);
   vacate(slot);
-  const auto size = static_cast<std::size_t>(bytes_of(record).count);
-  if (is_blank) std::memset(slot.memory, 0, size);
+  if (is_blank) std::memset(slot.memory, 0, static_cast<std::size_t>(bytes_of(record).count));
   else store_.read(record, slot.memory);
+  const auto size = static_cast<std::size_t>(whole_pages(bytes_of(record)).count);
   std::byte* const address = addresses_->data() + offset_of(record).count;
   if (mmap(address, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, slot.pages, 0) == MAP_FAILED) {
     throw MachineError("mmap of " + to_string(bytes_of(record)) + " of state failed: " + std::strerror(errno));
@@ -77,15 +95,15 @@ void FileHome::bring(int record, int number, bool is_blank) {
   madvise(address, size, MADV_DONTFORK);
 }
 
-void FileHome::put_back(int record, int slot) { store_.write(record, slots_[static_cast<std::size_t>(slot)].memory); }
+void FileHome::put_back(int record, int slot) { store_.write(record, at(slot).memory); }
 
 // The addresses stay taken, without memory: no other mapping may come there.
 void FileHome::vacate(Slot& slot) {
   const std::optional<int> record = std::exchange(slot.record, std::nullopt);
   if (!record || addresses_->data() == nullptr) return;
-  const void* const there =
-      mmap(addresses_->data() + offset_of(*record).count, static_cast<std::size_t>(bytes_of(*record).count), PROT_NONE,
-           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  const void* const there = mmap(addresses_->data() + offset_of(*record).count,
+                                 static_cast<std::size_t>(whole_pages(bytes_of(*record)).count), PROT_NONE,
+                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   if (there == MAP_FAILED) throw MachineError(std::string("mmap of addresses failed: ") + std::strerror(errno));
 }
 

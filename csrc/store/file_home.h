@@ -13,12 +13,16 @@
 #pragma once
 
 #include <cstddef>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include <unistd.h>
+
 #include "base/bytes.h"
+#include "base/mutex.h"
 #include "device/pace.h"
 #include "store/arena.h"
 #include "store/file_store.h"
@@ -42,7 +46,7 @@ class FileHome {
   Bytes bytes_of(int record) const { return store_.bytes_of(record); }
   int num_records() const { return static_cast<int>(offsets_.size()); }
   Bytes slot_bytes() const { return slot_bytes_; }
-  int num_slots() const { return static_cast<int>(slots_.size()); }
+  int num_slots() const;
   const FileStore& store() const { return store_; }
   /// Returns the pace of the lanes that move records.
   const std::shared_ptr<Pace>& pace() const { return pace_; }
@@ -65,6 +69,7 @@ class FileHome {
     std::byte* memory = nullptr;
     std::optional<int> record;
   };
+  Slot& at(int slot);
   void vacate(Slot& slot);
   void give_up(Slot& slot);
 
@@ -73,7 +78,9 @@ class FileHome {
   std::vector<Bytes> offsets_;
   std::shared_ptr<Arena> addresses_;
   Bytes slot_bytes_;
-  std::vector<Slot> slots_;
+  const pid_t process_ = getpid();
+  mutable Mutex mutex_;
+  std::deque<Slot> slots_ NORIA_GUARDED_BY(mutex_);  // a slot stays where it is when others come and go
 };
 
 }  // namespace noria

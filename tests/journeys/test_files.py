@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -249,6 +251,79 @@ def test_unwrap_gives_plain_tensors(folder):
     here[1].step()
 
 
+def freeze_and_unfreeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.blocks[3].requires_grad_(False)
+    train(model, optimizer, 0, 2)
+    model.blocks[3].requires_grad_(True)
+    train(model, optimizer, 2, 4)
+
+
+def edit_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    train(model, optimizer, 0, 2)
+    with noria.materialize(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    train(model, optimizer, 2, 4)
+
+
+def sleep_and_look(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    train(model, optimizer, 0, 2)
+    with noria.asleep(model):
+        pickle.loads(pickle.dumps(optimizer.state_dict()))
+    train(model, optimizer, 2, 4)
+
+
+def begin_anew(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    train(model, optimizer, 0, 2)
+    del optimizer.state[model.blocks[2].expand.weight]
+    train(model, optimizer, 2, 3)
+    optimizer.state.clear()
+    train(model, optimizer, 3, 5)
+
+
+def replace_and_swap(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    train(model, optimizer, 0, 2)
+    one, other = model.blocks[1].expand.weight, model.blocks[2].expand.weight
+    optimizer.state[one]["exp_avg"] = torch.full_like(optimizer.state[one]["exp_avg"], 0.25)
+    optimizer.state[one], optimizer.state[other] = optimizer.state[other], optimizer.state[one]
+    train(model, optimizer, 2, 4)
+
+
+def clip_and_evaluate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(3):
+        loss_of(model, number).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, number)
+
+
+JOURNEYS = [freeze_and_unfreeze, edit_weights, sleep_and_look, begin_anew, replace_and_swap, clip_and_evaluate]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("journey", JOURNEYS)
+def test_journeys_have_the_bits_of_memory(journey, dtype, folder):
+    there, here = wrapped(dtype=dtype), wrapped(dtype=dtype, files=folder)
+    for each in (there, here):
+        journey(*each)
+    assert moved(here[0])["read"] > 0
+    assert_alike(there, here)
+
+
+def test_a_model_that_is_wrapped_again_has_files_again(folder):
+    there, here = wrapped(), wrapped(files=folder)
+    least = least_host_memory(device="cpu", window=3, kernel="fused", files=folder)
+    for (model, optimizer), options in ((there, {}), (here, {"files": folder, "host_memory": least})):
+        train(model, optimizer, 0, 2)
+        noria.unwrap(model, optimizer)
+        noria.wrap(model, optimizer, device="cpu", window=3, kernel="fused", **options)
+        train(model, optimizer, 2, 4)
+    assert files_of(here[0]).file_bytes > 0
+    assert_alike(there, here)
+
+
 # ---- failures ------------------------------------------------------------------------------------------------------
 
 
@@ -314,3 +389,56 @@ def test_folders_of_others_and_other_options_are_refused(folder):
     with pytest.raises(noria.UsageError, match="host_memory of at least"):
         noria.wrap(model, optimizer, device="cpu", kernel="fused", files=folder, host_memory=4096)
     assert_same_bits(before, dict(model.state_dict()))
+
+
+def test_shown_moments_live_on_if_the_model_is_gone(folder):
+    model, optimizer = wrapped(files=folder)
+    train(model, optimizer, 0, 2)
+    before = states(model, optimizer)
+    kept = optimizer.state_dict()
+    noria.unwrap(model, optimizer)
+    del model, optimizer
+    gc.collect()
+    after = [torch.as_tensor(value) for state in kept["state"].values() for value in state.values()]
+    assert_same_bits(dict(enumerate(before.values())), dict(enumerate(after)))
+
+
+def test_a_run_that_begins_anew_after_a_broken_backward_begins_with_zeros(folder):
+    there, here = wrapped(update="backward"), wrapped(update="backward", files=folder)
+    saved = copy.deepcopy((here[0].state_dict(), here[1].state_dict()))
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("in the middle of backward")
+
+    handle = here[0].blocks[0].register_full_backward_hook(lambda *_: fail(torch.empty(0)))
+    with pytest.raises(RuntimeError, match="in the middle"):
+        loss_of(here[0], 0).backward()
+    handle.remove()
+    here[0].load_state_dict(saved[0])
+    here[1].load_state_dict(saved[1])
+    here[1].zero_grad()
+    for each in (there, here):
+        train(*each, 0, 3)
+    assert_alike(there, here)
+
+
+def test_a_stale_tensor_raises_also_behind_a_first_step_of_its_unit(folder):
+    model, optimizer = wrapped(files=folder)
+    train(model, optimizer, 0, 2)
+    block = model.blocks[2]
+    moment = optimizer.state[block.expand.weight]["exp_avg"].detach()
+    del optimizer.state[block.contract.weight]
+    train(model, optimizer, 2, 3)
+    with pytest.raises(RuntimeError, match="lies in a file now"):
+        moment.sum()
+
+
+def test_weights_alone_move_no_moments(folder):
+    model, optimizer = wrapped(files=folder)
+    train(model, optimizer, 0, 2)
+    before = moved(model)
+    model.state_dict()
+    with noria.materialize(model), torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert moved(model) == before

@@ -121,9 +121,9 @@ class Kernels:
         for optimizer, kernel in zip(self.optimizers, self.by_optimizer, strict=True):
             for group in optimizer.param_groups if kernel == "fused" else ():
                 for parameter in group["params"]:
-                    if parameter in slots and parameter in optimizer.state:
+                    if parameter in slots and dict.__contains__(optimizer.state, parameter):  # a look would need memory
                         rule, slot = rule_of(type(optimizer), group), slots[parameter]
-                        rule.refuse_broken_state(slot, part_values(slot, optimizer.state[parameter]))
+                        rule.refuse_broken_state(slot, part_values(slot, dict.__getitem__(optimizer.state, parameter)))
 
     def check_updates_in_backward(self) -> None:
         """Refuses units that update="backward" cannot update."""

@@ -369,10 +369,16 @@ def make_plan(
             raise usage_error(
                 "files= without ranks that share the model", "a mesh of ranks", "leave one of the two out"
             )
+        if not optimizers:
+            raise usage_error("an optimizer with files=, which are for its moments", "none", "give it in the same call")
         lean = _with_ring(first, ring)
-        files = choose_files(kernels, lean, left_for_drafts(budgets, free, 0, 0), to_bytes(policy.file_memory))
+        files = choose_files(
+            kernels, lean, left_for_drafts(budgets, free, 0, staging_bytes(device)), to_bytes(policy.file_memory)
+        )
         if not files.sizes:
-            unpredicted.append("nothing lies in files: host memory has room for all")
+            has_room = sum(region.bytes for region in lean) <= left_for_drafts(budgets, free, 0, staging_bytes(device))
+            reason = "host memory has room for all" if has_room else "noria's kernels update no unit that has moments"
+            unpredicted.append(f"nothing lies in files: {reason}")
     may_stay = {} if policy.files else bytes_to_stay(kernels, first, states, grid, device, budgets)
     stays = choose_stays(kernels, may_stay, budgets, unpredicted)
     streamed = choose_streamed(kernels, stays, device)

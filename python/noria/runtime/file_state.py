@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from noria import _C
-from noria._errors import usage_error
+from noria._errors import UsageError, usage_error
 from noria.host.home import Home
 from noria.host.limits import host_limits, margin_of, tightest
 from noria.model.file_layout import STATE_SLOTS
@@ -27,7 +25,8 @@ class FileState:
         self._home = home
         self._ledger = ledger
         self._engine = engine
-        self._tensors: dict[int, list[tuple[weakref.ref[torch.Tensor], int]]] = {}  # by unit; each with its address
+        # By unit; each with its address. Kept, because the user may have others over the same storage.
+        self._tensors: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self._shown: set[int] = set()
         self._touched: int | None = None
         self._blank = set(home.file_plan.sizes)
@@ -41,9 +40,7 @@ class FileState:
 
     def track(self, unit: int, tensor: torch.Tensor) -> torch.Tensor:
         """Adds a tensor that views the state of a unit. An access raises until `show` or `touch`."""
-        known = self._tensors.setdefault(unit, [])
-        known[:] = [each for each in known if each[0]() is not None]
-        known.append((weakref.ref(tensor), tensor.data_ptr()))
+        self._tensors.setdefault(unit, []).append((tensor, tensor.data_ptr()))
         if unit not in self._shown and unit != self._touched:
             _C.refuse_access(tensor, _REFUSAL)
         return tensor
@@ -53,6 +50,7 @@ class FileState:
         if not self.has(unit):
             return
         self._engine.home.access_home(unit, False)
+        self._engine.home.access_state(unit, holds=False)
         self._blank.discard(unit)
         if self._touched != unit:
             self._end_touch()
@@ -62,13 +60,18 @@ class FileState:
     def show(self, units: list[int]) -> None:
         """Gives the state of these units memory until `release`, for the user.
 
-        Raises UsageError if the machine has not enough for all of them.
+        If memory is short, ends what was shown before. Raises UsageError if that is not enough.
         """
-        new = [unit for unit in units if self.has(unit) and unit not in self._shown]
-        self._refuse_too_much(new)
+        wanted = [unit for unit in units if self.has(unit)]
+        new = [unit for unit in wanted if unit not in self._shown]
+        if self._shown and new and self._refusal_of(len(self._shown) + len(new)) is not None:
+            self.release()
+            new = wanted
+        if new and (refusal := self._refusal_of(len(self._shown) + len(new))) is not None:
+            raise refusal
         for unit in new:
             self._engine.home.access_home(unit, False)
-            self._engine.home.hold_state(unit)
+            self._engine.home.access_state(unit, holds=True)
             self._blank.discard(unit)
             self._shown.add(unit)
             self._allow(unit)
@@ -85,8 +88,13 @@ class FileState:
         self._engine.home.release_states()
         self._expect_slots()
 
-    def note_updated(self, unit: int) -> None:
+    def note_update(self, unit: int) -> None:
+        """An update of the unit comes now."""
         self._blank.discard(unit)
+
+    def note_loaded(self) -> None:
+        """All state has been loaded, so no unit is known to have only zeros."""
+        self._blank.clear()
 
     def _expect_slots(self) -> None:
         if (files := self._home.files) is not None:
@@ -98,27 +106,26 @@ class FileState:
         self._touched = None
 
     def _allow(self, unit: int) -> None:
-        for reference, address in self._tensors.get(unit, ()):
-            if (tensor := reference()) is not None:
-                _C.move_tensor(tensor, address)
-                _C.allow_access(tensor)
+        for tensor, address in self._tensors.get(unit, ()):
+            _C.move_tensor(tensor, address)
+            _C.allow_access(tensor)
 
     def _refuse(self, unit: int) -> None:
-        for reference, _ in self._tensors.get(unit, ()):
-            if (tensor := reference()) is not None:
-                _C.refuse_access(tensor, _REFUSAL)
+        for tensor, _ in self._tensors.get(unit, ()):
+            _C.refuse_access(tensor, _REFUSAL)
 
-    def _refuse_too_much(self, units: list[int]) -> None:
+    def _refusal_of(self, num_units: int) -> UsageError | None:
+        """Returns the error that says why so many units cannot be shown at once, or None if they can."""
         plan = self._home.file_plan
-        more = (len(units) + len(self._shown) - plan.num_slots) * plan.slot_bytes
+        more = (num_units - (self._home.files.num_slots if self._home.files else 0)) * plan.slot_bytes
         least = tightest(host_limits()) if more > 0 else None
         if least is None or more <= least.free - margin_of(least.free):
-            return
-        raise usage_error(
-            f"free host memory of at least {format_bytes(more)}, to show the moments of {len(units)} units that lie in "
+            return None
+        return usage_error(
+            f"free host memory of at least {format_bytes(more)}, to show the moments of {num_units} units that lie in "
             "files at once",
             str(least),
-            "look at optimizer.state[parameter] for one parameter after the other, or save with noria.save",
+            "look at optimizer.state[parameter] for one parameter after the other",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
+from noria.model.file_layout import STATE_SLOTS
 from noria.model.layout import Region
 from noria.runtime.context import Context
 from noria.runtime.rank_sync import RankSync
@@ -51,6 +52,7 @@ class LateAllocations:
         budget = self.context.plan.budgets.host
         more = [(region.purpose, region.bytes) for region in regions]
         home = [(each.purpose, each.bytes) for each in self.context.home.regions.values()]
+        home.append((STATE_SLOTS, self.context.home.file_plan.memory))
         if refusal := check_fits(home + more, budget, None) or check_fits(more, budget, free):
             raise refusal
 

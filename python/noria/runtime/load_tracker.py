@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
+from noria import _C
 from noria._errors import usage_error
 from noria.runtime.context import Context
 
@@ -40,6 +43,10 @@ class LoadTracker:
         """Notes that a parameter, a buffer or an optimizer has been loaded. Once all are, a torn home is whole."""
         self.missing.pop(part, None)
         torn = self.context.engine.torn()
+        if torn and torn != self._torn and self.context.home.files is not None:
+            with contextlib.suppress(_C.MachineError):  # known; more of them may be on their way
+                self.context.engine.idle()
+            torn = self.context.engine.torn()
         if torn != self._torn:
             self._torn = torn
             trainable = (slot.index for slot in self.context.slots if slot.trainable)

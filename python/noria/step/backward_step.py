@@ -80,6 +80,7 @@ class BackwardStep:
                 job = _C.UpdateJob(
                     rule.name, pieces, arrays, gradient=anywhere, factored=self.fused.factored(rule, slots)
                 )
+                self.context.files.note_update(unit)
                 self.context.engine.backward.expect_in_backward(unit, job, [slot.gradient_offset for slot in slots])
         return [slot.index for slot in self.members.slots() if slot.trainable]
 
@@ -122,12 +123,12 @@ class BackwardStep:
         for slot in own:
             if slot.trainable:
                 gradients.drop_scales(slot.index)
+        self.context.files.release()
         if are_held_back:
             self._expect_all()
+            self.context.files.release()
             backward.update_held()
         updated_now = backward.take_updated(sorted({slot.unit for slot in own}))
-        for unit, _ in updated_now:
-            self.context.files.note_updated(unit)
         used = {(unit, offset): scalars for unit, pieces in updated_now for offset, scalars in pieces}
         now = self.fused.scalars(1.0)
         by_torch = [each for groups in self._by_torch.values() for each in groups]
@@ -163,6 +164,7 @@ class BackwardStep:
                 scaling = AS_IT_IS if scalars is None else (scalars.divisor, scalars.prefactor)
                 if not as_it_was or (scalars is not None and now(number, rule, group, step, scaling) != scalars):
                     changed = number
+        self.context.files.release()  # what the first step of a parameter has touched
         engine.home.bump_versions(updated)
         self.members.note_step(updated)
         engine.updates.end_step(False)

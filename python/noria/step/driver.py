@@ -278,10 +278,9 @@ class StepDriver:
         updated = [slot.index for slot in slots]
         self.context.engine.home.bump_versions(updated)
         self._members.note_step(updated)
-        for unit in jobs:
-            self.context.files.note_updated(unit)
         for unit in at_rest:
             rest.note_versions(unit)
+        self.context.files.release()  # what the first step of a parameter has touched
         if streams:
             try:
                 updates.end_step(self.context.policy.update == "blocking")
@@ -370,6 +369,7 @@ class StepDriver:
 
     def _is_loaded(self) -> None:
         self._steps.forget_prepared()
+        self.context.files.note_loaded()
         self.services.loads.note(self)
         for after in self.optimizer._optimizer_load_state_dict_post_hooks.values():
             after(self.optimizer)

@@ -110,7 +110,9 @@ class HomeState:
 
     def take_over(self) -> None:
         """Makes `optimizer.state` a settling dict. Runs once at first, and again if the user has replaced the dict."""
-        self.shown: OptimizerState = OptimizerState(self.look, self.plain, dict(self.members.optimizer.state))
+        self.shown: OptimizerState = OptimizerState(
+            self.settle, self.look, self.plain, dict(self.members.optimizer.state)
+        )
         self.members.optimizer.state = self.shown
         for slot in self.members.slots():
             low = dict.get(self.shown, slot.parameter, {}).pop("low_bits", None) if slot.has_master else None

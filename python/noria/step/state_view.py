@@ -16,27 +16,33 @@ class OptimizerState(defaultdict[Any, Any]):
     """The class whose methods read the values without settling, as in `unwatched.items(state)`."""
 
     def __init__(
-        self, settle: Callable[[object], None], plain: Callable[[], dict[Any, Any]], values: dict[Any, Any]
+        self,
+        settle: Callable[[object], None],
+        look: Callable[[object], None],
+        plain: Callable[[], dict[Any, Any]],
+        values: dict[Any, Any],
     ) -> None:
-        """`settle` takes a parameter, or None for all. `plain` returns the state as a plain optimizer would have it."""
+        """Both `settle` and `look` take a parameter, or None for all; `look` comes before values are returned. `plain`
+        returns the state as a plain optimizer would have it."""
         super().__init__(dict, values)
         self._settle = settle
+        self._look = look
         self._plain = plain
 
     def __getitem__(self, key: object) -> Any:
-        self._settle(key)
+        self._look(key)
         return super().__getitem__(key)
 
     def get(self, key: object, default: object = None) -> Any:
-        self._settle(key)
+        self._look(key)
         return super().get(key, default)
 
     def values(self) -> Any:
-        self._settle(None)
+        self._look(None)
         return super().values()
 
     def items(self) -> Any:
-        self._settle(None)
+        self._look(None)
         return super().items()
 
     def keys(self) -> Any:
@@ -64,7 +70,7 @@ class OptimizerState(defaultdict[Any, Any]):
         super().__delitem__(key)
 
     def pop(self, key: object, *default: object) -> Any:
-        self._settle(key)
+        self._look(key)
         return super().pop(key, *default)
 
     def clear(self) -> None:

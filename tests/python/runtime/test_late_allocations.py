@@ -9,6 +9,7 @@ import noria
 import pytest
 import torch
 from noria.host.limits import Found, Limit
+from noria.model.file_layout import FilePlan
 from noria.model.layout import Region
 from noria.runtime.late_allocations import LateAllocations
 from noria.runtime.ledger import Ledger
@@ -26,6 +27,7 @@ class Machine:
         self.free = free
         self.regions = {"working weights": Region.of("working weights", [1000])}
         self.ledger = Ledger(SimpleNamespace(rows=lambda: [("host", "working weights", 1000)]))  # type: ignore[arg-type]
+        self.file_plan = FilePlan()
         context: Any = SimpleNamespace(
             plan=SimpleNamespace(budgets=SimpleNamespace(host=budget)),
             home=self,

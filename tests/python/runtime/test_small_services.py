@@ -28,7 +28,8 @@ class TornEngine:
 def tracker() -> tuple[LoadTracker, TornEngine]:
     engine = TornEngine()
     slots = [SimpleNamespace(index=0, trainable=True), SimpleNamespace(index=1, trainable=False)]
-    context: Any = SimpleNamespace(engine=engine, slots=[*slots, SimpleNamespace(index=2, trainable=True)])
+    home = SimpleNamespace(files=None)
+    context: Any = SimpleNamespace(engine=engine, home=home, slots=[*slots, SimpleNamespace(index=2, trainable=True)])
     return LoadTracker(context), engine
 
 
