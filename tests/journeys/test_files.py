@@ -24,7 +24,8 @@ from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
 
-from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, adamw, loss_of
+from tests.device import DEVICE
+from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, adamw, go_on_here, loss_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +50,7 @@ def wrapped(
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, **policy: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """With `files`: as much of the moments lies there as can."""
-    policy = {"device": "cpu", "window": 3, "kernel": "fused", **policy}
+    policy = {"device": DEVICE, "window": 3, "kernel": "fused", **policy}
     if "files" in policy and "host_memory" not in policy:
         policy["host_memory"] = least_host_memory(optimizer, **policy)
     return noria.wrap(*new(optimizer), **policy)
@@ -247,6 +248,7 @@ def test_unwrap_gives_plain_tensors(folder):
             {key: torch.as_tensor(value) for key, value in one.items()},
             {key: torch.as_tensor(value) for key, value in other.items()},
         )
+    go_on_here(*here)
     loss_of(here[0], 9).backward()
     here[1].step()
 
@@ -314,11 +316,11 @@ def test_journeys_have_the_bits_of_memory(journey, dtype, folder):
 
 def test_a_model_that_is_wrapped_again_has_files_again(folder):
     there, here = wrapped(), wrapped(files=folder)
-    least = least_host_memory(device="cpu", window=3, kernel="fused", files=folder)
+    least = least_host_memory(device=DEVICE, window=3, kernel="fused", files=folder)
     for (model, optimizer), options in ((there, {}), (here, {"files": folder, "host_memory": least})):
         train(model, optimizer, 0, 2)
         noria.unwrap(model, optimizer)
-        noria.wrap(model, optimizer, device="cpu", window=3, kernel="fused", **options)
+        noria.wrap(model, optimizer, device=DEVICE, window=3, kernel="fused", **options)
         train(model, optimizer, 2, 4)
     assert files_of(here[0]).file_bytes > 0
     assert_alike(there, here)
@@ -387,7 +389,7 @@ def test_folders_of_others_and_other_options_are_refused(folder):
     model, optimizer = new()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(noria.UsageError, match="host_memory of at least"):
-        noria.wrap(model, optimizer, device="cpu", kernel="fused", files=folder, host_memory=4096)
+        noria.wrap(model, optimizer, device=DEVICE, kernel="fused", files=folder, host_memory=4096)
     assert_same_bits(before, dict(model.state_dict()))
 
 

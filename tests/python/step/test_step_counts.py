@@ -27,7 +27,7 @@ class State:
     def __init__(self, dtype: str, is_planned: bool) -> None:
         self.dtype = dtype
         self.planned = is_planned
-        self.shown = OptimizerState(lambda _: None, dict, {})
+        self.shown = OptimizerState(lambda _: None, lambda _: None, dict, {})
         self.placed: dict[tuple[int, str], torch.Tensor] = {}
         self.home: dict[str, torch.Tensor] = {}
         self.heard: list[str] = []
@@ -66,6 +66,7 @@ class Call:
         self.home = SimpleNamespace(working=lambda slot: torch.zeros(3, dtype=torch.bfloat16))
         context = SimpleNamespace(
             plan=SimpleNamespace(fused={2: (rule,)}),
+            files=SimpleNamespace(is_blank=lambda unit: False, touch=lambda unit: None),
             home=self.home,
             units=[SimpleNamespace(parameters=parameters) for parameters in ([], [], [self.slot])],
             notes=self.notes,
