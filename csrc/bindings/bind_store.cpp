@@ -10,7 +10,6 @@
 #include "bindings/home_use.h"
 #include "store/arena.h"
 #include "store/file_home.h"
-#include "store/file_store.h"
 #include "store/lending.h"
 
 namespace py = pybind11;
@@ -75,10 +74,6 @@ void bind_lending(py::module_& m) {
       .def("close", &Borrower::close, Release());
 }
 
-std::byte* address(std::uintptr_t memory) {
-  return reinterpret_cast<std::byte*>(memory);  // NOLINT(performance-no-int-to-ptr)
-}
-
 DoorKind parse_door(const std::string& door) {
   if (door == "auto") return DoorKind::best;
   if (door == "io_uring") return DoorKind::uring;
@@ -89,39 +84,6 @@ DoorKind parse_door(const std::string& door) {
 void bind_files(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   m.def("uring_absent_reason", &uring_absent_reason);
-  m.def("free_space", [](const std::string& folder) { return free_space(folder).count; }, py::arg("folder"));
-  py::class_<FileStore>(m, "FileStore")
-      .def(py::init([](const std::vector<std::string>& folders, const std::string& door, int depth, std::int64_t part) {
-             FileStoreOptions options;
-             options.door = parse_door(door);
-             options.depth = depth;
-             options.part = Bytes{part};
-             const py::gil_scoped_release no_gil;
-             return std::make_unique<FileStore>(folders, options);
-           }),
-           py::arg("folders"), py::arg("door") = "auto", py::arg("depth") = FileStoreOptions{}.depth,
-           py::arg("part") = FileStoreOptions{}.part.count)
-      .def(
-          "add", [](FileStore& store, std::int64_t bytes) { return store.add(Bytes{bytes}); }, py::arg("bytes"))
-      .def("reserve", &FileStore::reserve, Release())
-      .def(
-          "read", [](FileStore& store, int record, std::uintptr_t memory) { store.read(record, address(memory)); },
-          py::arg("record"), py::arg("memory"), Release())
-      .def(
-          "write", [](FileStore& store, int record, std::uintptr_t memory) { store.write(record, address(memory)); },
-          py::arg("record"), py::arg("memory"), Release())
-      .def(
-          "expect_memory",
-          [](FileStore& store, std::uintptr_t memory, std::int64_t bytes) {
-            return store.expect_memory(address(memory), Bytes{bytes});
-          },
-          py::arg("memory"), py::arg("bytes"), Release())
-      .def(
-          "bytes_of", [](const FileStore& store, int record) { return store.bytes_of(record).count; },
-          py::arg("record"))
-      .def_property_readonly("file_bytes", [](const FileStore& store) { return store.file_bytes().count; })
-      .def_property_readonly("door", &FileStore::door_name)
-      .def_property_readonly("notes", &FileStore::notes);
   py::class_<FileHome, std::shared_ptr<FileHome>>(m, "FileHome")
       .def(py::init([](const std::vector<std::string>& folders, const std::vector<std::int64_t>& sizes, int num_slots,
                        std::shared_ptr<Pace> pace, std::shared_ptr<FileFaults> faults, const std::string& door) {

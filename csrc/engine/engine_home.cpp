@@ -13,39 +13,41 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   const Entry entry(gate_);
   updates_.run_deferred(unit);
   drafts_.note_access(unit);
-  const UnitFacts& facts = units_[unit].facts;
+  const BufferId working = units_[unit].facts.working;
+  std::vector<Access> more;
+  if (write_weights) more.push_back({working, issuer_.next_version(working), Access::Mode::write});
+  await_load(unit, std::move(more));
+  if (!write_weights) return;
+  if (collector_) collector_->note_load(unit);
+  runner_.forget_plan();
+}
+
+// Blocks until no op still uses the unit's state, nor what is in `more`. Returns false if one of these ops has failed
+// and a unit is torn. Then the failure is known, and the caller may be the load that mends it.
+bool Engine::await_load(UnitId unit, std::vector<Access> more) {
+  const BufferId state = units_[unit].facts.state;
   Op op;
   op.lane = Lane::update;  // the calling thread runs it, not its stream: only waits order it
   op.verb = Verb::load;
   op.unit = unit;
   // The state is always written, so that ops of one unit on the update lane form a chain.
-  op.accesses = {{facts.state, issuer_.next_version(facts.state), Access::Mode::write}};
-  if (write_weights) op.accesses.push_back({facts.working, issuer_.next_version(facts.working), Access::Mode::write});
+  op.accesses = std::move(more);
+  op.accesses.push_back({state, issuer_.next_version(state), Access::Mode::write});
   // It gives no ticket: the caller is done with the home before its next call, so no op ever has to wait for it.
   try {
     wait_for_all(issuer_.begin(op).waits);
   } catch (...) {
-    if (updates_.torn().empty()) throw;  // else the failure is known, and this may be the load that mends it
+    if (updates_.torn().empty()) throw;
+    return false;
   }
-  if (!write_weights) return;
-  if (collector_) collector_->note_load(unit);
-  runner_.forget_plan();
+  return true;
 }
 
 void Engine::access_state(UnitId unit, bool holds) {
   const Entry entry(gate_);
   NORIA_INVARIANT(parts_.has_file(unit), "its state lies in no file");
   files_->bring(unit);
-  Op op;
-  op.lane = Lane::update;
-  op.verb = Verb::load;
-  op.unit = unit;
-  const BufferId state = units_[unit].facts.state;
-  op.accesses = {{state, issuer_.next_version(state), Access::Mode::write}, files_->access(unit)};
-  try {
-    wait_for_all(issuer_.begin(op).waits);
-  } catch (...) {
-    if (updates_.torn().empty()) throw;  // else the failure is known, and this may be the load that mends it
+  if (!await_load(unit, {files_->access(unit)})) {
     files_->bring_blank(unit);
     forget_failures();
   }

@@ -10,7 +10,7 @@
 namespace noria {
 namespace {
 
-// Squares of so many rows are added at once. A band has at least as many rows.
+// A kernel adds the squares of this many rows in one call. A band has at least this many.
 constexpr std::int64_t kRows = 64;
 constexpr std::int64_t kMostBands = 64;  // of a matrix
 // A part has about this many elements; see kChunk in optim/update.cpp.

@@ -98,16 +98,11 @@ Bytes FileStore::file_bytes() const {
   return all;
 }
 
-std::string FileStore::expect_memory(std::byte* memory, Bytes bytes) {
-  const std::string refused = reader_->expect_memory(memory, bytes);
-  const std::string too = writer_->expect_memory(memory, bytes);
-  return refused.empty() ? too : refused;
-}
-
 std::vector<std::string> FileStore::notes() const {
   std::vector<std::string> notes;
   if (!why_no_uring_.empty()) {
-    notes.push_back(std::to_string(options_.depth) + " threads read files, and as many write: " + why_no_uring_);
+    const std::string number = std::to_string(options_.depth);
+    notes.push_back(number + " threads read files, and " + number + " others write them: " + why_no_uring_);
   }
   for (const ScratchFile& file : files_) {
     if (!file.why_not_direct().empty()) {

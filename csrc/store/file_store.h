@@ -21,7 +21,6 @@
 #include <vector>
 
 #include "base/bytes.h"
-#include "base/mutex.h"
 #include "device/file_door.h"
 #include "device/scratch_file.h"
 
@@ -55,8 +54,6 @@ class FileStore {
   /// Returns the size of a record, as it is read and written.
   Bytes bytes_of(int record) const { return records_[static_cast<std::size_t>(record)].bytes; }
   Bytes file_bytes() const;  // of all files
-  /// Most reads and writes will use this memory: see FileDoor::expect_memory.
-  std::string expect_memory(std::byte* memory, Bytes bytes);
   std::string door_name() const { return reader_->name(); }
   /// Returns why files are read and written more slowly than they could be: io_uring or O_DIRECT were refused. By
   /// folder if it is one's own reason.

@@ -101,7 +101,7 @@ class Policy:
     the process ends. Only noria's own kernels update moments that lie in files, and only on the host."""
 
     file_memory: str | int = "auto"
-    """The most bytes in `files`: "200GiB" or bytes. "auto": as many as must lie there."""
+    """A limit on the bytes in `files`: "200GiB" or bytes. "auto": no limit."""
 
     window: str | int = "auto"
     """The largest number of units that are leased at once, 2 or more. "auto": only `device_memory` limits it."""
@@ -291,10 +291,7 @@ class Policy:
             >>> noria.Policy(files="/nvme/run1").folders
             ('/nvme/run1',)
         """
-        if self.files is None:
-            return ()
-        given = [self.files] if isinstance(self.files, str | os.PathLike) else self.files
-        return tuple(os.fspath(each) for each in given)
+        return _checked_files(self.files) or ()
 
     def _check_file_choices(self) -> None:
         """Raises UsageError if another option asks for what cannot be with files."""

@@ -73,6 +73,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
         optimizer.zero_grad()
 
 
+def begin_from(run: tuple[nn.Module, torch.optim.Optimizer], saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """What a user does after a step that broke off."""
+    run[0].load_state_dict(saved[0])
+    run[1].load_state_dict(saved[1])
+    run[1].zero_grad()
+
+
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
@@ -348,9 +355,7 @@ def test_a_disk_that_fails_is_told_and_a_load_mends_it(update, way, folder):
     assert "broke off" in torn or (update, way) == ("backward", "read")  # what was read ahead in vain is read again
     if not torn:
         here[1].step()  # of the backward that had no error
-    here[0].load_state_dict(saved[0])
-    here[1].load_state_dict(saved[1])
-    here[1].zero_grad()
+    begin_from(here, saved)
     for each in (there, here):
         train(*each, 2, 4)
     assert_alike(there, here)
@@ -416,9 +421,7 @@ def test_a_run_that_begins_anew_after_a_broken_backward_begins_with_zeros(folder
     with pytest.raises(RuntimeError, match="in the middle"):
         loss_of(here[0], 0).backward()
     handle.remove()
-    here[0].load_state_dict(saved[0])
-    here[1].load_state_dict(saved[1])
-    here[1].zero_grad()
+    begin_from(here, saved)
     for each in (there, here):
         train(*each, 0, 3)
     assert_alike(there, here)

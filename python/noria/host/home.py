@@ -208,13 +208,10 @@ class Home:
 
     def address(self, purpose: str, unit: int) -> int:
         """Returns the address of the unit's part of an arena, or 0 if there is no such arena."""
-        if not self.has_arena(purpose, unit):
+        if purpose not in self.arenas and not self.in_file(purpose, unit):
             return 0
         arena, offset = self._place(purpose, unit)
         return arena.data + offset
-
-    def has_arena(self, purpose: str, unit: int) -> bool:
-        return purpose in self.arenas or self.in_file(purpose, unit)
 
     def in_file(self, purpose: str, unit: int) -> bool:
         """Returns True if the unit's part of an arena lies in a file. It has memory while the engine has brought it."""

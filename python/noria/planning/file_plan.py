@@ -54,7 +54,7 @@ def _plan_of(regions: Sequence[Region], fused: Container[int]) -> FilePlan:
 
 
 def _part_of(plan: FilePlan, units: Sequence[int], cap: int | None) -> FilePlan:
-    """Returns the plan for these units alone, or for as many as the cap allows, spread evenly."""
+    """Returns the plan for these units alone. If the cap is too small, drops units, evenly over the model."""
     sizes = {unit: plan.sizes[unit] for unit in units}
     if cap is not None and sum(sizes.values()) > cap:
         sizes = {unit: sizes[unit] for unit in spread_evenly(sizes, cap)}

@@ -372,11 +372,10 @@ def make_plan(
         if not optimizers:
             raise usage_error("an optimizer with files=, which are for its moments", "none", "give it in the same call")
         lean = _with_ring(first, ring)
-        files = choose_files(
-            kernels, lean, left_for_drafts(budgets, free, 0, staging_bytes(device)), to_bytes(policy.file_memory)
-        )
+        room = left_for_drafts(budgets, free, 0, staging_bytes(device))
+        files = choose_files(kernels, lean, room, to_bytes(policy.file_memory))
         if not files.sizes:
-            has_room = sum(region.bytes for region in lean) <= left_for_drafts(budgets, free, 0, staging_bytes(device))
+            has_room = sum(region.bytes for region in lean) <= room
             reason = "host memory has room for all" if has_room else "noria's kernels update no unit that has moments"
             unpredicted.append(f"nothing lies in files: {reason}")
     may_stay = {} if policy.files else bytes_to_stay(kernels, first, states, grid, device, budgets)

@@ -123,7 +123,6 @@ class BackwardStep:
         for slot in own:
             if slot.trainable:
                 gradients.drop_scales(slot.index)
-        self.context.files.release()
         if are_held_back:
             self._expect_all()
             self.context.files.release()

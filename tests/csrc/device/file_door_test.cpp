@@ -18,6 +18,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "../own_folder.h"
 #include "base/checksum.h"
 #include "base/errors.h"
 #include "device/scratch_file.h"
@@ -31,27 +32,6 @@ namespace fs = std::filesystem;
 
 constexpr Bytes kPart{std::int64_t{64} << 10};
 constexpr int kNumParts = 40;
-
-// A folder of this user's alone, on a real file system or in memory.
-class OwnFolder {
- public:
-  explicit OwnFolder(const std::string& above) {
-    std::string name = above + "/noria-XXXXXX";
-    if (mkdtemp(name.data()) == nullptr) throw MachineError("mkdtemp in " + above);
-    path = name;
-  }
-  ~OwnFolder() { fs::remove_all(path); }
-  std::string path;
-};
-
-std::string error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
 
 struct World {
   std::string door;   // "uring", "threads"
@@ -198,7 +178,7 @@ INSTANTIATE_TEST_SUITE_P(both, Door,
 // ---- files that no other user can touch -----------------------------------------------------------------------------
 
 TEST(ScratchFile, has_no_name_and_leaves_nothing) {
-  const OwnFolder folder("/var/tmp");
+  const OwnFolder folder;
   {
     ScratchFile file(folder.path);
     file.reserve(Bytes{std::int64_t{1} << 20});
@@ -212,7 +192,7 @@ TEST(ScratchFile, has_no_name_and_leaves_nothing) {
 }
 
 TEST(ScratchFile, makes_its_folder_for_this_user_alone) {
-  const OwnFolder folder("/var/tmp");
+  const OwnFolder folder;
   const std::string below = folder.path + "/run1";
   const ScratchFile file(below);
   struct stat found{};
@@ -221,7 +201,7 @@ TEST(ScratchFile, makes_its_folder_for_this_user_alone) {
 }
 
 TEST(ScratchFile, refuses_folders_that_others_can_write_to) {
-  const OwnFolder folder("/var/tmp");
+  const OwnFolder folder;
   EXPECT_NE(error_of([] { ScratchFile("/tmp"); }).find("all users"), std::string::npos);
   fs::create_directory_symlink(folder.path, folder.path + "/link");
   EXPECT_NE(error_of([&] { ScratchFile(folder.path + "/link"); }).find("symbolic link"), std::string::npos);
@@ -237,7 +217,7 @@ TEST(ScratchFile, refuses_folders_that_others_can_write_to) {
 }
 
 TEST(ScratchFile, refuses_more_than_the_file_system_has_and_takes_nothing) {
-  const OwnFolder folder("/var/tmp");
+  const OwnFolder folder;
   const Bytes before = free_space(folder.path);
   ScratchFile file(folder.path);
   const std::string said = error_of([&] { file.reserve(before + Bytes{std::int64_t{1} << 30}); });
@@ -248,7 +228,7 @@ TEST(ScratchFile, refuses_more_than_the_file_system_has_and_takes_nothing) {
 }
 
 TEST(ScratchFile, names_the_limit_on_file_sizes) {
-  const OwnFolder folder("/var/tmp");
+  const OwnFolder folder;
   const auto with_limit = [&] {
     std::signal(SIGXFSZ, SIG_IGN);  // as Python does
     const rlimit limit{1 << 20, 1 << 20};

@@ -4,13 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "../own_folder.h"
 #include "base/errors.h"
 #include "testing/file_faults.h"
 
@@ -19,18 +18,11 @@ namespace {
 
 class Home : public testing::Test {
  protected:
-  void SetUp() override {
-    std::string name = "/var/tmp/noria-XXXXXX";
-    ASSERT_NE(mkdtemp(name.data()), nullptr);
-    above = name;
-  }
-  void TearDown() override { std::filesystem::remove_all(above); }
-
   std::unique_ptr<FileHome> make(const std::vector<Bytes>& sizes, int num_slots,
                                  std::shared_ptr<FileFaults> faults = std::make_shared<FileFaults>()) const {
     FileStoreOptions options;
     options.faults = std::move(faults);
-    return std::make_unique<FileHome>(std::vector<std::string>{above}, sizes, num_slots, options);
+    return std::make_unique<FileHome>(std::vector<std::string>{folder.path}, sizes, num_slots, options);
   }
 
   static std::byte* at(const FileHome& home, int record) {
@@ -46,7 +38,7 @@ class Home : public testing::Test {
     return true;
   }
 
-  std::string above;
+  const OwnFolder folder;
 };
 
 TEST_F(Home, gives_each_record_its_bytes_at_its_own_address_in_any_slot) {

@@ -16,6 +16,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "../own_folder.h"
 #include "base/errors.h"
 #include "store/arena.h"
 #include "testing/file_faults.h"
@@ -26,15 +27,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr Bytes kPart{std::int64_t{16} << 10};
-
-std::string error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
 
 void fill(const Arena& arena, int value) {
   std::memset(arena.data(), value, static_cast<std::size_t>(arena.bytes().count));
@@ -51,11 +43,7 @@ class Store : public testing::TestWithParam<DoorKind> {
  protected:
   void SetUp() override {
     if (GetParam() == DoorKind::uring && !uring_absent_reason().empty()) GTEST_SKIP() << uring_absent_reason();
-    std::string name = "/var/tmp/noria-XXXXXX";
-    ASSERT_NE(mkdtemp(name.data()), nullptr);
-    above = name;
   }
-  void TearDown() override { fs::remove_all(above); }
 
   FileStore store(int num_folders, std::shared_ptr<FileFaults> faults = std::make_shared<FileFaults>()) const {
     std::vector<std::string> folders;
@@ -72,7 +60,8 @@ class Store : public testing::TestWithParam<DoorKind> {
     return -1;
   }
 
-  std::string above;
+  const OwnFolder folder;
+  const std::string above = folder.path;
   Arena memory{kPart * 10};
 };
 
