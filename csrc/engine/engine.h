@@ -223,7 +223,7 @@ class Engine {
   void end_open_pass(Stream stream) NORIA_REQUIRES(gate_);
   void sweep() NORIA_REQUIRES(gate_);
   void forget_failures() NORIA_REQUIRES(gate_);
-  bool await_load(UnitId unit, std::vector<Access> more) NORIA_REQUIRES(gate_);
+  bool await_load(UnitId unit, const std::vector<Access>& more) NORIA_REQUIRES(gate_);
   void close_lanes();
   enum class Edits : std::uint8_t { before_backward, before_step };
   void note_edits(Edits edits, Stream stream, const std::vector<UnitId>& scaled = {},

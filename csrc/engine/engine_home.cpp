@@ -16,7 +16,7 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   const BufferId working = units_[unit].facts.working;
   std::vector<Access> more;
   if (write_weights) more.push_back({working, issuer_.next_version(working), Access::Mode::write});
-  await_load(unit, std::move(more));
+  await_load(unit, more);
   if (!write_weights) return;
   if (collector_) collector_->note_load(unit);
   runner_.forget_plan();
@@ -24,15 +24,15 @@ void Engine::access_home(UnitId unit, bool write_weights) {
 
 // Blocks until no op still uses the unit's state, nor what is in `more`. Returns false if one of these ops has failed
 // and a unit is torn. Then the failure is known, and the caller may be the load that mends it.
-bool Engine::await_load(UnitId unit, std::vector<Access> more) {
+bool Engine::await_load(UnitId unit, const std::vector<Access>& more) {
   const BufferId state = units_[unit].facts.state;
   Op op;
   op.lane = Lane::update;  // the calling thread runs it, not its stream: only waits order it
   op.verb = Verb::load;
   op.unit = unit;
   // The state is always written, so that ops of one unit on the update lane form a chain.
-  op.accesses = std::move(more);
-  op.accesses.push_back({state, issuer_.next_version(state), Access::Mode::write});
+  op.accesses = {{state, issuer_.next_version(state), Access::Mode::write}};
+  op.accesses.insert(op.accesses.end(), more.begin(), more.end());
   // It gives no ticket: the caller is done with the home before its next call, so no op ever has to wait for it.
   try {
     wait_for_all(issuer_.begin(op).waits);
