@@ -10,6 +10,7 @@
 #include "bindings/home_use.h"
 #include "store/arena.h"
 #include "store/file_home.h"
+#include "store/file_store.h"
 #include "store/lending.h"
 
 namespace py = pybind11;
@@ -81,9 +82,36 @@ DoorKind parse_door(const std::string& door) {
   throw UsageError("a door to files", "\"" + door + "\"", "use auto, io_uring or threads");
 }
 
+std::byte* address(std::uintptr_t memory) {
+  return reinterpret_cast<std::byte*>(memory);  // NOLINT(performance-no-int-to-ptr)
+}
+
 void bind_files(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   m.def("uring_absent_reason", &uring_absent_reason);
+  py::class_<FileStore>(m, "FileStore")
+      .def(py::init([](const std::vector<std::string>& folders, const std::string& door, int depth, std::int64_t part) {
+             FileStoreOptions options;
+             options.door = parse_door(door);
+             options.depth = depth;
+             options.part = Bytes{part};
+             const py::gil_scoped_release no_gil;
+             return std::make_unique<FileStore>(folders, options);
+           }),
+           py::arg("folders"), py::arg("door") = "auto", py::arg("depth") = FileStoreOptions{}.depth,
+           py::arg("part") = FileStoreOptions{}.part.count)
+      .def(
+          "add", [](FileStore& store, std::int64_t bytes) { return store.add(Bytes{bytes}); }, py::arg("bytes"))
+      .def("reserve", &FileStore::reserve, Release())
+      .def(
+          "read", [](FileStore& store, int record, std::uintptr_t memory) { store.read(record, address(memory)); },
+          py::arg("record"), py::arg("memory"), Release())
+      .def(
+          "write", [](FileStore& store, int record, std::uintptr_t memory) { store.write(record, address(memory)); },
+          py::arg("record"), py::arg("memory"), Release())
+      .def_property_readonly("file_bytes", [](const FileStore& store) { return store.file_bytes().count; })
+      .def_property_readonly("door", &FileStore::door_name)
+      .def_property_readonly("notes", &FileStore::notes);
   py::class_<FileHome, std::shared_ptr<FileHome>>(m, "FileHome")
       .def(py::init([](const std::vector<std::string>& folders, const std::vector<std::int64_t>& sizes, int num_slots,
                        std::shared_ptr<Pace> pace, std::shared_ptr<FileFaults> faults, const std::string& door) {
