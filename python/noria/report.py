@@ -9,7 +9,7 @@ from torch import nn
 
 from noria import _C
 from noria.doctor import host_memory_gib_s as measured_gib_s
-from noria.model.file_layout import FILES, STATE_SLOTS
+from noria.model.file_layout import FILES, RECORDS, STATE_SLOTS
 from noria.model.update_rules import keeps_moments
 from noria.pipeline.peer_memory import Loan
 from noria.planning.cost_table import COLUMNS, aligned, cost_rows, rates_text
@@ -421,7 +421,7 @@ def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
     taken = {("host", purpose): arena.bytes for purpose, arena in context.home.arenas.items()}
     if (files := context.home.files) is not None:
         taken[("host", STATE_SLOTS)] = files.num_slots * files.slot_bytes
-        taken[(FILES, "moments")] = files.file_bytes
+        taken[(FILES, RECORDS)] = files.file_bytes
     if backend.staging_bytes:
         taken[("host", STAGING_RING)] = backend.staging_bytes
     device = str(context.device)

@@ -421,10 +421,11 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
         return master if again is None else again.whole(slot, master)
 
     try:
-        _unwrap(roots, wrapped)
-        gradients = [(slot, slot.parameter.grad) for unit in planned.units for slot in unit.parameters]
-        with plainly(), on(wrapped.machine):
-            made = _carry_out(planned, roots, updaters, again, None, value_of)
+        with masters.kept_in_memory(context.slots):
+            _unwrap(roots, wrapped)
+            gradients = [(slot, slot.parameter.grad) for unit in planned.units for slot in unit.parameters]
+            with plainly(), on(wrapped.machine):
+                made = _carry_out(planned, roots, updaters, again, None, value_of)
     except BaseException:
         if again is not None:
             again.close()
@@ -457,6 +458,7 @@ def _refuse_too_much(wrapped: Wrapped, planned: WrapPlan, free: Free) -> None:
     whole = [
         ("whole weights", sum(unit.weights for unit in context.units) if is_shared else 0),
         ("moments in fp32", moments * widening * shards if is_shared or widening > 1 else 0),
+        ("state that lay in files", context.plan.files.file_bytes * widening),
         ("other whole state", others * shards if is_shared else 0),
     ]
     budget = context.plan.budgets.host

@@ -19,6 +19,7 @@ from typing import Any
 import noria
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from noria import _C
 from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
@@ -85,6 +86,10 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             found[f"{name}: {key}"] = torch.as_tensor(value).clone()
+    masters = wrapped_by(model).weights.masters
+    for slot in wrapped_by(model).context.slots:
+        if slot.has_master:
+            found[f"{slot.name}: master"] = masters.whole(slot).clone()
     return found
 
 
@@ -113,19 +118,27 @@ def test_files_have_the_bits_of_memory(update, state_dtype, dtype, folder):
     faults = _C.RandomFileFaults(seed=3, short_answers=0.3, interruptions=0.1, max_delay_us=200)
     with on_machine(hostility=HOSTILE, file_faults=faults):
         here = wrapped(files=folder, **options)
+    before = moved(here[0])
     for each in (there, here):
         train(*each, 0, 5)
-    num_units = len(wrapped_by(here[0]).context.plan.files.sizes)
+    files, after = wrapped_by(here[0]).context.plan.files, moved(here[0])
+    num_units = len(files.sizes)
     assert num_units >= 6
-    assert moved(here[0])["write"] == num_units * 5
-    assert moved(here[0])["read"] >= num_units
+    # The low bits that `wrap` has written last are still in slots, and not yet in the file.
+    late = files.num_slots if dtype is not None else 0
+    assert 0 <= after["write"] - before["write"] - num_units * 5 <= late
+    assert after["read"] - before["read"] >= num_units
     assert faults.num_faults > 0
     assert_alike(there, here)
 
 
-@pytest.mark.parametrize("rule", sorted(OPTIMIZERS.keys() - {"sgd"}))
-def test_every_rule_keeps_its_moments_in_files(rule, folder):
-    there, here = wrapped(OPTIMIZERS[rule]), wrapped(OPTIMIZERS[rule], files=folder)
+KEEPING = [(rule, None) for rule in sorted(OPTIMIZERS.keys() - {"sgd"})]
+
+
+@pytest.mark.parametrize(("rule", "dtype"), [*KEEPING, ("sgd", torch.bfloat16), ("lion", torch.bfloat16)])
+def test_every_rule_keeps_its_state_in_files(rule, dtype, folder):
+    there = wrapped(OPTIMIZERS[rule], dtype=dtype)
+    here = wrapped(OPTIMIZERS[rule], dtype=dtype, files=folder)
     for each in (there, here):
         train(*each, 0, 4)
     assert moved(here[0])["read"] > 0
@@ -168,7 +181,7 @@ def test_plan_and_ledger_agree_to_the_byte(folder):
     for planned, taken in rows.values():
         assert planned == taken
     plan = wrapped_by(model).context.plan
-    assert rows[("files", "moments")][1] == plan.files.file_bytes > 0
+    assert rows[("files", "records")][1] == plan.files.file_bytes > 0
     assert rows[("host", "state slots")][1] == plan.files.memory > 0
     for parameter in model.parameters():  # each look holds one more unit
         optimizer.state[parameter]
@@ -230,22 +243,37 @@ def test_state_dicts_load_with_and_without_files(state_dtype, folder):
         train(*second, 3, 4)
 
 
-@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
-def test_a_saved_run_goes_on_with_and_without_files(state_dtype, folder):
-    never_stopped = wrapped(state_dtype=state_dtype)
+@pytest.mark.parametrize(("state_dtype", "dtype"), [("fp32", None), ("8bit", None), ("fp32", torch.bfloat16)])
+def test_a_saved_run_goes_on_with_and_without_files(state_dtype, dtype, folder):
+    never_stopped = wrapped(state_dtype=state_dtype, dtype=dtype)
     train(*never_stopped, 0, 5)
-    first = wrapped(files=folder / "first", state_dtype=state_dtype)
+    first = wrapped(files=folder / "first", state_dtype=state_dtype, dtype=dtype)
     train(*first, 0, 3)
     noria.save(folder / "saved", first[0], first[1])
     for number, files in enumerate(({}, {"files": folder / "second"})):
-        second = wrapped(state_dtype=state_dtype, **files)
+        second = wrapped(state_dtype=state_dtype, dtype=dtype, **files)
         noria.load(folder / "saved", second[0], second[1])
         train(*second, 3, 5)
         assert_alike(never_stopped, second), number
 
 
-def test_unwrap_gives_plain_tensors(folder):
-    there, here = wrapped(), wrapped(files=folder)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_folder_of_parts_loads_with_and_without_files(dtype, folder):
+    never_stopped = wrapped(dtype=dtype)
+    train(*never_stopped, 0, 5)
+    first = wrapped(files=folder / "first", dtype=dtype)
+    train(*first, 0, 3)
+    dcp.save(noria.sharded_state(*first), checkpoint_id=folder / "saved")
+    for files in ({}, {"files": folder / "second"}):
+        second = wrapped(dtype=dtype, **files)
+        noria.load(folder / "saved", *second)
+        train(*second, 3, 5)
+        assert_alike(never_stopped, second)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_unwrap_gives_plain_tensors(dtype, folder):
+    there, here = wrapped(dtype=dtype), wrapped(dtype=dtype, files=folder)
     for model, optimizer in (there, here):
         train(model, optimizer, 0, 3)
         noria.unwrap(model, optimizer)
@@ -255,9 +283,10 @@ def test_unwrap_gives_plain_tensors(folder):
             {key: torch.as_tensor(value) for key, value in one.items()},
             {key: torch.as_tensor(value) for key, value in other.items()},
         )
-    go_on_here(*here)
-    loss_of(here[0], 9).backward()
-    here[1].step()
+    if dtype is None:  # torch's AdamW cannot step bfloat16 weights beside these moments
+        go_on_here(*here)
+        loss_of(here[0], 9).backward()
+        here[1].step()
 
 
 def freeze_and_unfreeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -321,13 +350,36 @@ def test_journeys_have_the_bits_of_memory(journey, dtype, folder):
     assert_alike(there, here)
 
 
-def test_a_model_that_is_wrapped_again_has_files_again(folder):
-    there, here = wrapped(), wrapped(files=folder)
-    least = least_host_memory(device=DEVICE, window=3, kernel="fused", files=folder)
+def test_averages_of_masters_whose_low_bits_lie_in_files(folder):
+    there = wrapped(dtype=torch.bfloat16)
+    options = {"device": DEVICE, "window": 3, "kernel": "fused", "dtype": torch.bfloat16, "files": folder}
+    averages = 4 * sum(parameter.numel() for parameter in there[0].blocks[2].parameters())
+    here = wrapped(**options, host_memory=least_host_memory(**options) + 3 * averages // 2)  # less than a unit's state
+    found = []
+    for model, optimizer in (there, here):
+        average = noria.ema(model.blocks[2], 0.5)
+        for number in range(3):
+            train(model, optimizer, number, number + 1)
+            average.update()
+        with average.applied():
+            loss = loss_of(model, 7).detach()
+        train(model, optimizer, 3, 5)
+        found.append({**average.state_dict(), "loss": loss})
+    assert all("low bits" in record for record in wrapped_by(here[0]).context.plan.files.offsets.values())
+    assert_same_bits(*found)
+    assert_alike(there, here)
+    with pytest.raises(noria.UsageError, match="averaged weights"):
+        noria.ema(here[0], 0.5)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_model_that_is_wrapped_again_has_files_again(dtype, folder):
+    there, here = wrapped(dtype=dtype), wrapped(dtype=dtype, files=folder)
+    least = least_host_memory(device=DEVICE, window=3, kernel="fused", dtype=dtype, files=folder)
     for (model, optimizer), options in ((there, {}), (here, {"files": folder, "host_memory": least})):
         train(model, optimizer, 0, 2)
         noria.unwrap(model, optimizer)
-        noria.wrap(model, optimizer, device=DEVICE, window=3, kernel="fused", **options)
+        noria.wrap(model, optimizer, device=DEVICE, window=3, kernel="fused", dtype=dtype, **options)
         train(model, optimizer, 2, 4)
     assert files_of(here[0]).file_bytes > 0
     assert_alike(there, here)

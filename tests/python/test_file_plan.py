@@ -70,7 +70,15 @@ def test_a_plan_takes_no_space_and_says_what_lies_in_files(tmp_path):
     planned = plan(files=tmp_path / "run", host_memory=least())
     assert not (tmp_path / "run").exists()
     assert "moments of 16 of 16 units lie in files" in str(planned)
-    assert ("files", "moments", planned.files.file_bytes) in planned.rows()
+    assert ("files", "records", planned.files.file_bytes) in planned.rows()
+
+
+def test_low_bits_of_masters_lie_in_files_beside_the_moments():
+    planned = plan(files="/never/made", host_memory=least(dtype=torch.bfloat16), dtype=torch.bfloat16)
+    taken = {purpose: size for place, purpose, size in planned.rows() if place == "host"}
+    assert taken.get("low bits", 0) == taken.get("exp_avg", 0) == 0
+    num_elements = sum(parameter.numel() for parameter in model().parameters())
+    assert 10 * num_elements <= planned.files.file_bytes <= 10 * num_elements + 4096 * len(WIDTHS)
 
 
 def test_the_cap_on_files_holds():

@@ -1,4 +1,4 @@
-"""Lays out what lies in files: one record for each unit, with its moments."""
+"""Lays out what lies in files: one record for each unit, with its moments and the low bits of its masters."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from noria.model.layout import Region
 from noria.model.moment_formats import MOMENTS, SCALES
 
-__all__ = ["FILES", "FILE_ALIGNMENT", "IN_FILES", "NUM_STATE_SLOTS", "STATE_SLOTS", "FilePlan"]
+__all__ = ["FILES", "FILE_ALIGNMENT", "IN_FILES", "NUM_STATE_SLOTS", "RECORDS", "STATE_SLOTS", "FilePlan"]
 
 FILES = "files"
 """The place of what lies in files, as the ledger names it."""
 
-STATE_SLOTS = "state slots"
-"""The purpose of the memory that moments pass through on their way from files and back."""
+RECORDS = "records"
+"""The purpose of what lies in files: a record has the state of a unit."""
 
-IN_FILES = (*MOMENTS, *SCALES)
+STATE_SLOTS = "state slots"
+"""The purpose of the memory that records pass through on their way from files and back."""
+
+IN_FILES = (*MOMENTS, *SCALES, "low bits")
 """Purposes of what a record has, in this order."""
 
 NUM_STATE_SLOTS = 4

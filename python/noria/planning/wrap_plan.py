@@ -20,7 +20,7 @@ from noria.dist.ranks import Grid, comparable
 from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, UPDATE_SLOTS
 from noria.host.home import LATE
 from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
-from noria.model.file_layout import FILES, STATE_SLOTS, FilePlan
+from noria.model.file_layout import FILES, RECORDS, STATE_SLOTS, FilePlan
 from noria.model.inner_tensors import tensors_in
 from noria.model.kept_views import bytes_leaving
 from noria.model.layout import (
@@ -215,7 +215,7 @@ class WrapPlan:
         rows = [("host", region.purpose, region.bytes) for region in self.regions if region.bytes]
         if self.files.sizes:
             rows.append(("host", STATE_SLOTS, self.files.memory))
-            rows.append((FILES, "moments", self.files.file_bytes))
+            rows.append((FILES, RECORDS, self.files.file_bytes))
         rows.append((str(self.device), WINDOW, self.arena_bytes))
         rows += [(str(self.device), purpose, amount) for purpose, amount in self.beside_the_arena().items()]
         return rows

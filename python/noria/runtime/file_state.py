@@ -35,7 +35,7 @@ class FileState:
         return self._home.record(unit) >= 0
 
     def is_blank(self, unit: int) -> bool:
-        """Returns True if the unit's state has only zeros, because nothing has used it."""
+        """Returns True if the unit's moments are zero, because nothing has written them."""
         return unit in self._blank
 
     def track(self, unit: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,6 @@ class FileState:
             return
         self._engine.home.access_home(unit, False)
         self._engine.home.access_state(unit, holds=False)
-        self._blank.discard(unit)
         if self._touched != unit:
             self._end_touch()
             self._touched = unit
@@ -77,6 +76,16 @@ class FileState:
             self._allow(unit)
         self._expect_slots()
 
+    def refuse_copies(self) -> None:
+        """Raises UsageError if host memory has no room for copies of all that lies in files."""
+        refusal = _refusal_of_memory(
+            self._home.file_plan.file_bytes,
+            "have copies of all state that lies in files",
+            "save the run with noria.save, and load it into plain objects on a machine with more memory",
+        )
+        if refusal is not None:
+            raise refusal
+
     def release(self) -> None:
         """Ends all that was shown and touched. What the user has written there counts."""
         self._end_touch()
@@ -88,12 +97,12 @@ class FileState:
         self._engine.home.release_states()
         self._expect_slots()
 
-    def note_update(self, unit: int) -> None:
-        """An update of the unit comes now."""
+    def note_written(self, unit: int) -> None:
+        """The unit's moments are written now."""
         self._blank.discard(unit)
 
     def note_loaded(self) -> None:
-        """All state has been loaded, so no unit is known to have only zeros."""
+        """All state has been loaded, so the moments of no unit are known to be zero."""
         self._blank.clear()
 
     def _expect_slots(self) -> None:
@@ -117,19 +126,22 @@ class FileState:
     def _refusal_of(self, num_units: int) -> UsageError | None:
         """Returns the error that says why so many units cannot be shown at once, or None if they can."""
         plan = self._home.file_plan
-        more = (num_units - (self._home.files.num_slots if self._home.files else 0)) * plan.slot_bytes
-        least = tightest(host_limits()) if more > 0 else None
-        if least is None or more <= least.free - margin_of(least.free):
-            return None
-        return usage_error(
-            f"free host memory of at least {format_bytes(more)}, to show the moments of {num_units} units that lie in "
-            "files at once",
-            str(least),
+        return _refusal_of_memory(
+            (num_units - (self._home.files.num_slots if self._home.files else 0)) * plan.slot_bytes,
+            f"show the moments of {num_units} units that lie in files at once",
             "look at optimizer.state[parameter] for one parameter after the other",
         )
 
 
+def _refusal_of_memory(num_bytes: int, purpose: str, remedy: str) -> UsageError | None:
+    """Returns the error that says how much memory the host lacks, or None if it has enough."""
+    least = tightest(host_limits()) if num_bytes > 0 else None
+    if least is None or num_bytes <= least.free - margin_of(least.free):
+        return None
+    return usage_error(f"free host memory of at least {format_bytes(num_bytes)}, to {purpose}", str(least), remedy)
+
+
 _REFUSAL = (
-    "this moment lies in a file now. Remedy: take it from optimizer.state[parameter] again; what you take is there "
+    "this state lies in a file now. Remedy: take it from optimizer.state[parameter] again; what you take is there "
     "until the next step()"
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from noria import _C
 from noria.host.home import Home
 from noria.model.layout import HomeParameter
+from noria.runtime.file_state import FileState
 from noria.torch_state import plainly
 
 __all__ = ["Masters", "follow_there", "plain_nans", "round_there", "rounded"]
@@ -47,15 +50,17 @@ def follow_there(master: torch.Tensor, working: torch.Tensor) -> None:
 
 
 class Masters:
-    """Reads and writes fp32 masters in the home.
+    """Reads and writes fp32 masters in the home, and in files.
 
     `loaded_low_bits`: slots whose low bits were loaded and that no update has used yet.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, files: FileState) -> None:
         self.home = home
+        self._files = files
         self.loaded_low_bits: set[int] = set()
-        self.low_views: dict[int, torch.Tensor] = {}  # by slot: views of low bits that the user may hold
+        self._views: dict[int, torch.Tensor] = {}  # by slot: low bits at home; the user may hold them
+        self._kept: dict[int, torch.Tensor] = {}  # by slot: copies that `kept_in_memory` has made
 
     def set(self, slot: HomeParameter, master: torch.Tensor) -> None:
         """Writes a master and rounds the working copy. `master`: fp32 on the CPU, with the parameter's shape."""
@@ -63,11 +68,10 @@ class Masters:
             self.home.master(slot).copy_(master)
             self.round(slot)
         else:
-            dense = torch.empty_like(self.home.low_bits(slot), dtype=torch.float32)  # has the parameter's storage order
+            low = self._low(slot)
+            dense = torch.empty_like(low, dtype=torch.float32)  # has the parameter's storage order
             dense.copy_(master)
-            _C.split_master(
-                dense.data_ptr(), self.home.working(slot).data_ptr(), self.home.low_bits(slot).data_ptr(), dense.numel()
-            )
+            _C.split_master(dense.data_ptr(), self.home.working(slot).data_ptr(), low.data_ptr(), dense.numel())
 
     def load(self, slot: HomeParameter, value: torch.Tensor) -> None:
         """Writes a master from a loaded value, which is joined with low bits that were loaded before it.
@@ -80,7 +84,7 @@ class Masters:
             self.set(slot, self.with_loaded_low_bits(slot, value))
             return
         working = slot.flat(self.home.working(slot))
-        other = slot.flat(self.home.low_bits(slot) if slot.is_split else self.home.master(slot))
+        other = slot.flat(self._low(slot) if slot.is_split else self.home.master(slot))
         for piece, high, rest in zip(*(each.split(_PIECE) for each in (slot.flat(value), working, other)), strict=True):
             dense = torch.empty_like(piece, dtype=torch.float32).copy_(piece) if slot.is_split else rest.copy_(piece)
             plain_nans(dense)
@@ -95,22 +99,19 @@ class Masters:
         """Returns the fp32 master: a view of the home if it is plain, else a tensor rebuilt from the split one."""
         if not slot.is_split:
             return self.home.master(slot)
-        master = torch.empty_like(self.home.low_bits(slot), dtype=torch.float32)
-        _C.join_master(
-            self.home.working(slot).data_ptr(),
-            self.home.low_bits(slot).data_ptr(),
-            master.data_ptr(),
-            master.numel(),
-        )
+        low = self._low(slot)
+        master = torch.empty_like(low, dtype=torch.float32)
+        _C.join_master(self.home.working(slot).data_ptr(), low.data_ptr(), master.data_ptr(), master.numel())
         return master
 
     def low_bits(self, slot: HomeParameter) -> torch.Tensor:
-        """Returns the bits of the master that the working copy lacks. Plain and split masters give the same bits."""
+        """Returns the bits of the master that the working copy lacks. Plain and split masters give the same bits.
+
+        Low bits that lie in a file can be read until those of another unit are asked for. If the unit's state is shown,
+        they can be read for as long as that.
+        """
         if slot.is_split:
-            view = self.low_views.get(slot.index)
-            if view is None:
-                view = self.low_views[slot.index] = self.home.low_bits(slot)
-            return view
+            return self._low(slot)
         with plainly():
             return self.home.master(slot).view(torch.int32).to(torch.int16)
 
@@ -160,7 +161,30 @@ class Masters:
             if not slot.is_split:
                 self.home.master(slot)[changed] = working[changed].float()
             else:
-                self.home.low_bits(slot)[changed] = 0
+                self._low(slot)[changed] = 0
+
+    @contextlib.contextmanager
+    def kept_in_memory(self, slots: Iterable[HomeParameter]) -> Iterator[None]:
+        """Keeps copies of low bits that lie in files. Inside the block they can be read even if the run has ended."""
+        try:
+            for slot in slots:
+                if slot.is_split and self._files.has(slot.unit):
+                    self._kept[slot.index] = self._low(slot).clone()
+            yield
+        finally:
+            self._kept.clear()
+
+    def _low(self, slot: HomeParameter) -> torch.Tensor:
+        """Returns the low bits of a split master, where they lie. Those in files have memory now."""
+        if slot.index in self._kept:
+            return self._kept[slot.index]
+        self._files.touch(slot.unit)
+        view = self._views.get(slot.index)
+        if view is None:
+            view = self._views[slot.index] = self.home.low_bits(slot)
+            if self._files.has(slot.unit):
+                self._files.track(slot.unit, view)
+        return view
 
     def follow_write(self, slot: HomeParameter) -> None:
         """Makes a plain master follow a write to the working copy, if only the result of the write is known.

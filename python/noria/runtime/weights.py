@@ -36,7 +36,7 @@ class Weights:
         self.sync = sync
         self.home = context.home
         self.engine = context.engine
-        self.masters = Masters(context.home)
+        self.masters = Masters(context.home, context.files)
         self.gathered = gathered
         run.on_settle.append(self.settle_writes)
         self._views: dict[int, torch.Tensor] = {}  # by slot: the tensors that `state_dict()` returns

@@ -80,7 +80,7 @@ class BackwardStep:
                 job = _C.UpdateJob(
                     rule.name, pieces, arrays, gradient=anywhere, factored=self.fused.factored(rule, slots)
                 )
-                self.context.files.note_update(unit)
+                self.context.files.note_written(unit)
                 self.context.engine.backward.expect_in_backward(unit, job, [slot.gradient_offset for slot in slots])
         return [slot.index for slot in self.members.slots() if slot.trainable]
 

@@ -97,7 +97,7 @@ class HostKernels:
             pieces, slots = jobs.setdefault((rule, -1 if in_home else slot.index), ([], []))
             pieces.append(self._piece(slot, scalars))
             slots.append(slot)
-        self.context.files.note_update(unit)
+        self.context.files.note_written(unit)
         for (rule, index), (pieces, slots) in jobs.items():
             arrays = self.arrays(unit, rule, None if index < 0 else self.context.slots[index])
             held = self.context.home.address("held gradients", unit)

@@ -150,6 +150,7 @@ class HomeState:
         state = self.shown.unsettled(slot.parameter)
         if any(is_array(key, value) for key, value in state.items()):
             self.context.files.touch(slot.unit)
+            self.context.files.note_written(slot.unit)
         state.update(part_values(slot, state))
         if not slot.trainable:  # the home has no room for it, and the memory that it lies in may be an old home's
             state.update({key: value.clone() for key, value in state.items() if is_array(key, value)})
@@ -304,20 +305,18 @@ class HomeState:
         Collective if ranks share the model.
         """
         self.settle(None)
+        self.context.files.refuse_copies()
         shown = dict(dict.items(self.shown))
-        for slot in self.context.slots:  # copies, one unit after the other: the tensors in files have no memory later
-            values = shown.get(slot.parameter)
-            if self.context.files.has(slot.unit) and isinstance(values, dict):
-                self.context.files.touch(slot.unit)
-                copies = {key: value.clone() for key, value in values.items() if is_array(key, value)}
-                shown[slot.parameter] = {**values, **copies}
         slots = [slot for slot in self.context.slots if isinstance(shown.get(slot.parameter), dict)]
-        states = {slot.index: shown[slot.parameter] for slot in slots}
+        states: dict[int, dict[str, Any]] = {}
         for slot in slots:
-            values = states[slot.index]
+            self.context.files.touch(slot.unit)
+            values = self.with_low_bits(slot, shown[slot.parameter])
+            if self.context.files.has(slot.unit):  # another unit's touch ends this one's
+                values = {key: value.clone() if is_array(key, value) else value for key, value in values.items()}
             if self.dtype != "fp32" and self.members.fuses(slot.unit):
                 values = plain_values(values, widen=True)
-            states[slot.index] = self.with_low_bits(slot, values)
+            states[slot.index] = values
         whole = whole_states(self.context, self.sync, states)
         return shown | {slot.parameter: whole[slot.index] for slot in slots}
 
