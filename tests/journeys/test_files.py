@@ -263,7 +263,9 @@ def test_a_folder_of_parts_loads_with_and_without_files(dtype, folder):
     train(*never_stopped, 0, 5)
     first = wrapped(files=folder / "first", dtype=dtype)
     train(*first, 0, 3)
-    dcp.save(noria.sharded_state(*first), checkpoint_id=folder / "saved")
+    writer = dcp.FileSystemWriter(folder / "saved", thread_count=2)
+    dcp.save(noria.sharded_state(*first), storage_writer=writer)
+    assert files_of(first[0]).num_slots == wrapped_by(first[0]).context.plan.files.num_slots  # one unit after the other
     for files in ({}, {"files": folder / "second"}):
         second = wrapped(dtype=dtype, **files)
         noria.load(folder / "saved", *second)

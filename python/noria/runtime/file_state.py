@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import torch
 
 from noria import _C
@@ -29,6 +32,7 @@ class FileState:
         self._tensors: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self._shown: set[int] = set()
         self._touched: int | None = None
+        self._one_at_a_time = threading.Lock()
         self._blank = set(home.file_plan.sizes)
 
     def has(self, unit: int) -> bool:
@@ -55,6 +59,14 @@ class FileState:
             self._end_touch()
             self._touched = unit
             self._allow(unit)
+
+    def copied(self, unit: int, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns what `read` returns of the unit's state: a copy, if the state lies in a file. Threads: any."""
+        if not self.has(unit):
+            return read()
+        with self._one_at_a_time:
+            self.touch(unit)
+            return read().clone()
 
     def show(self, units: list[int]) -> None:
         """Gives the state of these units memory until `release`, for the user.

@@ -360,7 +360,6 @@ class StepDriver:
         self.run.recover()
         with self.run.loading(self._state):  # the caller may want to load into these parts
             self._state.follow()
-            self._state.look(None)
             return self._shards.state_dict()
 
     def load_parts(self, state_dict: dict[str, Any]) -> None:

@@ -168,7 +168,7 @@ class OptimizerShards:
             dtype,
             first=slot.first,
             count=slot.like.numel(),
-            read=read,
+            read=lambda: self.context.files.copied(slot.unit, read),
             write=write,
             before_read=before_read,
             landing_dtype=landing,
