@@ -365,10 +365,6 @@ def make_plan(
         ring = gradient_ring(parts, units)
     files = FilePlan()
     if policy.files:
-        if grid is not None:
-            raise usage_error(
-                "files= without ranks that share the model", "a mesh of ranks", "leave one of the two out"
-            )
         if not optimizers:
             raise usage_error("an optimizer with files=, which are for its moments", "none", "give it in the same call")
         lean = _with_ring(first, ring)
