@@ -21,6 +21,7 @@ from noria.model.optimizer_classes import name_original, original_class, step_of
 from noria.torch_state import refuse_inside_backward
 
 if TYPE_CHECKING:
+    from noria.runtime.unread_tensors import UnreadTensors
     from noria.step.driver import StepDriver
 
 __all__ = [
@@ -246,17 +247,20 @@ def seen_through(optimizer: Any) -> Any:
 
 
 @contextlib.contextmanager
-def for_file(optimizer: object) -> Iterator[None]:
-    """Has `state_dict()` of a wrapped optimizer keep codes of moments, as files have them, inside the `with` block."""
+def for_file(optimizer: object, unread: UnreadTensors | None = None) -> Iterator[None]:
+    """Has `state_dict()` of a wrapped optimizer keep codes of moments, as files have them, inside the `with` block.
+
+    `unread` makes stand-ins for state that lies in files. Only `torch.save` may use them, before the next step.
+    """
     driver = driver_of(optimizer)
     if driver is None:
         yield
         return
-    before, driver.writes_file = driver.writes_file, True
+    before, driver.writes_file, driver.unread = (driver.writes_file, driver.unread), True, unread
     try:
         yield
     finally:
-        driver.writes_file = before
+        driver.writes_file, driver.unread = before
 
 
 def driver_of(optimizer: object) -> StepDriver | None:

@@ -24,6 +24,7 @@ from noria.optimizer import driver_of, for_file
 from noria.pipeline.pipelining_compat import modules_of
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState
+from noria.runtime.unread_tensors import UnreadTensors
 from noria.wrapped import wrapped_by
 
 __all__ = ["load", "save"]
@@ -45,6 +46,9 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
 
     Wrapped and plain objects can both be saved, and `noria.load` loads the file into both. noria writes it under
     another name and then renames it, so an interrupted save leaves the old file.
+
+    State that lies in files is read while the file is written, unless the optimizer has hooks of its state dict. So it
+    needs memory for few units.
 
     An entry "noria" says where torch's code has run updates. `load` warns if they would run elsewhere.
 
@@ -81,17 +85,18 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     with contextlib.ExitStack() as on_first:
         for _, sync, _ in shared:
             on_first.enter_context(sync.on_first())
-        contents = {**extra, "model": _state_of(model)}
+        unread = UnreadTensors()
+        contents = {**extra, "model": _state_of(model, unread)}
         if optimizer is not None:
-            contents["optimizer"] = _state_of(optimizer)
+            contents["optimizer"] = _state_of(optimizer, unread)
             if places := _places(optimizer):
                 contents[_OF_THE_RUN] = {_PLACES: places}
     if not shared:
-        _write(path, contents)
+        _write(path, contents, unread)
         return
     with raised_by_all([ranks for _, _, ranks in shared], "noria.save"):
         if shared[0][2].rank == 0:
-            _write(path, contents)
+            _write(path, contents, unread)
 
 
 def _shared(model: Models, optimizer: Optimizers | None) -> list[tuple[RunState, RankSync, Ranks]]:
@@ -102,13 +107,18 @@ def _shared(model: Models, optimizer: Optimizers | None) -> list[tuple[RunState,
     return [(run, sync, run.context.ranks) for run, sync in dict.fromkeys(owners) if run.context.ranks is not None]
 
 
-def _write(path: str | os.PathLike[str], contents: dict[str, object]) -> None:
+def _write(path: str | os.PathLike[str], contents: dict[str, object], unread: UnreadTensors) -> None:
     temporary = f"{os.fspath(path)}.part"
-    torch.save(contents, temporary)
     try:
+        with unread.progress("saving optimizer state"):
+            torch.save(contents, temporary)
         _read(temporary)
-    except pickle.UnpicklingError:
-        os.remove(temporary)
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        if not isinstance(error, pickle.UnpicklingError):
+            raise
         name, reason = _unreadable(contents)
         raise usage_error(
             "values that torch.load(weights_only=True) reads: numbers, strings, containers and tensors",
@@ -116,7 +126,6 @@ def _write(path: str | os.PathLike[str], contents: dict[str, object]) -> None:
             "convert them first: float(x), x.tolist(), or torch.as_tensor(x); a class of tensors needs "
             "torch.serialization.add_safe_globals([...])",
         ) from None
-    os.replace(temporary, path)
 
 
 def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | None = None) -> dict[str, Any]:
@@ -236,10 +245,10 @@ def _lines(pairs: list[tuple[nn.Module | Optimizer, dict[str, Any]]]) -> list[st
     return lines
 
 
-def _state_of(value: Any) -> Any:
+def _state_of(value: Any, unread: UnreadTensors) -> Any:
     if isinstance(value, list | tuple):
-        return [_state_of(each) for each in value]
-    with for_file(value):
+        return [_state_of(each, unread) for each in value]
+    with for_file(value, unread):
         return value.state_dict()
 
 

@@ -30,6 +30,7 @@ class FileState:
         self._engine = engine
         # By unit; each with its address. Kept, because the user may have others over the same storage.
         self._tensors: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        self._unit_of: dict[int, int] = {}  # by storage of these tensors
         self._shown: set[int] = set()
         self._touched: int | None = None
         self._one_at_a_time = threading.Lock()
@@ -45,9 +46,14 @@ class FileState:
     def track(self, unit: int, tensor: torch.Tensor) -> torch.Tensor:
         """Adds a tensor that views the state of a unit. An access raises until `show` or `touch`."""
         self._tensors.setdefault(unit, []).append((tensor, tensor.data_ptr()))
+        self._unit_of[_C.storage_of(tensor)] = unit
         if unit not in self._shown and unit != self._touched:
             _C.refuse_access(tensor, _REFUSAL)
         return tensor
+
+    def unit_of(self, tensor: torch.Tensor) -> int | None:
+        """Returns the unit whose state in files the tensor views. None: it views no such state."""
+        return self._unit_of.get(_C.storage_of(tensor))
 
     def touch(self, unit: int) -> None:
         """Gives the unit's state memory until another unit is touched. What is written there counts."""

@@ -104,14 +104,14 @@ class Masters:
         _C.join_master(self.home.working(slot).data_ptr(), low.data_ptr(), master.data_ptr(), master.numel())
         return master
 
-    def low_bits(self, slot: HomeParameter) -> torch.Tensor:
+    def low_bits(self, slot: HomeParameter, *, brings: bool = True) -> torch.Tensor:
         """Returns the bits of the master that the working copy lacks. Plain and split masters give the same bits.
 
         Low bits that lie in a file can be read until those of another unit are asked for. If the unit's state is shown,
-        they can be read for as long as that.
+        they can be read for as long as that. Without `brings` they may have no memory yet.
         """
         if slot.is_split:
-            return self._low(slot)
+            return self._low(slot, brings=brings)
         with plainly():
             return self.home.master(slot).view(torch.int32).to(torch.int16)
 
@@ -174,11 +174,12 @@ class Masters:
         finally:
             self._kept.clear()
 
-    def _low(self, slot: HomeParameter) -> torch.Tensor:
-        """Returns the low bits of a split master, where they lie. Those in files have memory now."""
+    def _low(self, slot: HomeParameter, *, brings: bool = True) -> torch.Tensor:
+        """Returns the low bits of a split master, where they lie. With `brings` those in files have memory now."""
         if slot.index in self._kept:
             return self._kept[slot.index]
-        self._files.touch(slot.unit)
+        if brings:
+            self._files.touch(slot.unit)
         view = self._views.get(slot.index)
         if view is None:
             view = self._views[slot.index] = self.home.low_bits(slot)

@@ -30,6 +30,7 @@ from noria.runtime.rest import Rest
 from noria.runtime.state import RunState
 from noria.runtime.step_boundary import StepBoundary
 from noria.runtime.streamed import Streamed
+from noria.runtime.unread_tensors import UnreadTensors
 from noria.runtime.weights import Weights
 from noria.step.backward_step import BackwardStep
 from noria.step.collect_grads import take_gradients
@@ -149,6 +150,7 @@ class StepDriver:
         self.in_backward = context.updates_in_backward
         self.num_steps = 0
         self.writes_file = False  # True while `state_dict()` is for a file, where moments may be codes
+        self.unread: UnreadTensors | None = None  # makes stand-ins in `state_dict()` for state that lies in files
         self.steps_whole = False  # True inside a `step()` of torch's code, which holds other parameters meanwhile
         self.scaled_by_class = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._members = members = ParamGroups(context, optimizer, kernel, drivers.groups)
@@ -347,7 +349,7 @@ class StepDriver:
         return self._state.plain()
 
     def state_dict(self) -> dict[str, Any]:
-        return state_dict(self._members, self._state, for_file=self.writes_file)
+        return state_dict(self._members, self._state, for_file=self.writes_file, unread=self.unread)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.run.require_loadable("optimizer.load_state_dict()")

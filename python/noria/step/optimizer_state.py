@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +26,7 @@ from noria.runtime.context import Context
 from noria.runtime.masters import Masters, plain_nans
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState
+from noria.runtime.unread_tensors import UnreadTensors
 from noria.step.param_groups import ParamGroups
 from noria.step.state_view import OptimizerState
 from noria.torch_state import plainly
@@ -320,11 +322,25 @@ class HomeState:
         whole = whole_states(self.context, self.sync, states)
         return shown | {slot.parameter: whole[slot.index] for slot in slots}
 
-    def with_low_bits(self, slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns a parameter's state plus the low bits of its master, if it has one.
+    def with_low_bits(self, slot: HomeParameter, values: dict[str, Any], *, brings: bool = True) -> dict[str, Any]:
+        """Returns a parameter's state plus the low bits of its master, if it has one. `brings` is as in `Masters`.
 
         An empty state stays empty: a read may have created it on one rank only.
         """
         if not slot.has_master or not values:
             return values
-        return {**values, "low_bits": self.masters.low_bits(slot)}
+        return {**values, "low_bits": self.masters.low_bits(slot, brings=brings)}
+
+    def unread(self, values: dict[str, Any], unread: UnreadTensors) -> dict[str, Any]:
+        """Returns a parameter's state with stand-ins for the tensors that lie in files."""
+
+        def stand_in(value: Any) -> Any:
+            unit = self.context.files.unit_of(value) if isinstance(value, torch.Tensor) else None
+            return value if unit is None else unread.stand_in(value, functools.partial(self._read, unit, value))
+
+        return {key: stand_in(value) for key, value in values.items()}
+
+    def _read(self, unit: int, value: torch.Tensor) -> torch.UntypedStorage:
+        self.context.files.touch(unit)
+        self.run.require_consistent("noria.save")  # if a write has failed, a touch may give zeros
+        return value.untyped_storage()

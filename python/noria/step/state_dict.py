@@ -26,6 +26,7 @@ from noria.model.moment_formats import (
 from noria.model.optimizer_classes import original_class
 from noria.model.shadow_optimizer import part_values
 from noria.model.update_rules import rule_of
+from noria.runtime.unread_tensors import UnreadTensors
 from noria.step.optimizer_state import HomeState, whole_states
 from noria.step.param_groups import ParamGroups
 from noria.step.parameter_swap import exchange
@@ -34,29 +35,47 @@ from noria.step.state_view import OptimizerState
 __all__ = ["load_state_dict", "state_dict"]
 
 
-def state_dict(members: ParamGroups, home_state: HomeState, *, for_file: bool = False) -> dict[str, Any]:
-    """`for_file`: moments of "8bit" stay codes. Ranks and the user's hooks get floats also then."""
-    home_state.look(None)
+def state_dict(
+    members: ParamGroups, home_state: HomeState, *, for_file: bool = False, unread: UnreadTensors | None = None
+) -> dict[str, Any]:
+    """`for_file`: moments of "8bit" stay codes. Ranks and the user's hooks get floats also then.
+
+    `unread` makes stand-ins for state that lies in files. Ranks and the user's hooks get tensors also then.
+    """
     optimizer = members.optimizer
-    state = optimizer.state
     has_hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
+    is_read = bool(has_hooks) or members.context.ranks is not None
+    if unread is None or is_read:
+        unread = None
+        home_state.look(None)
+    else:
+        home_state.settle(None)
+    state = optimizer.state
     has_codes = home_state.dtype == "8bit"
-    keeps_codes = has_codes and for_file and not has_hooks and members.context.ranks is None
+    keeps_codes = has_codes and for_file and not is_read
     if has_codes and not keeps_codes:
         optimizer.state = defaultdict(dict, {key: _plain(value) for key, value in state.items()})
+    elif unread is not None and state is home_state.shown:
+        optimizer.state = defaultdict(dict, OptimizerState.unwatched.items(state))
     try:
         result = original_class(type(optimizer)).state_dict(optimizer)
     finally:
         optimizer.state = state
     slots = list(members.slots())
     states = {
-        slot.index: home_state.with_low_bits(slot, result["state"][number])
+        slot.index: home_state.with_low_bits(slot, result["state"][number], brings=unread is None)
         for number, slot in enumerate(slots)
         if number in result["state"]
     }
     whole = whole_states(members.context, home_state.sync, states)
     result["state"] |= {number: whole[slot.index] for number, slot in enumerate(slots) if number in result["state"]}
+    if unread is not None:
+        result["state"] = {key: _stood_in(home_state, values, unread) for key, values in result["state"].items()}
     return coded_state_dict(result) if keeps_codes else result
+
+
+def _stood_in(home_state: HomeState, values: Any, unread: UnreadTensors) -> Any:
+    return home_state.unread(values, unread) if isinstance(values, dict) else values
 
 
 def _plain(values: Any) -> Any:
