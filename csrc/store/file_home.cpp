@@ -18,6 +18,22 @@ Bytes whole_pages(Bytes bytes) { return align_up(bytes, Bytes{sysconf(_SC_PAGESI
 
 }  // namespace
 
+SharedPages::SharedPages(Bytes bytes) : bytes_(bytes), descriptor_(make_shared_pages(bytes)) {
+  if (descriptor_ >= 0) data_ = map_shared_pages(descriptor_, bytes);
+  if (data_ != nullptr) {
+    madvise(data_, static_cast<std::size_t>(bytes.count), MADV_DONTFORK);
+    return;
+  }
+  const int why = errno;
+  if (descriptor_ >= 0) close(descriptor_);
+  throw MachineError("taking " + to_string(bytes) + " for state that lies in files failed: " + std::strerror(why));
+}
+
+SharedPages::~SharedPages() {
+  if (getpid() == process_) unmap_pages(data_, bytes_);  // a forked child has not inherited the mapping
+  close(descriptor_);
+}
+
 FileHome::FileHome(const std::vector<std::string>& folders, const std::vector<Bytes>& sizes, int num_slots,
                    const FileStoreOptions& options, std::shared_ptr<Pace> pace)
     : store_(folders, options),
@@ -31,35 +47,24 @@ FileHome::FileHome(const std::vector<std::string>& folders, const std::vector<By
   }
   store_.reserve();
   addresses_ = std::make_shared<Arena>(Arena::of_addresses(end));
-  try {
-    for (int slot = 0; slot < num_slots; ++slot) add_slot();
-  } catch (...) {
-    drop_slots(0);
-    throw;
-  }
+  add_slots(num_slots);
+  if (num_slots > 0) store_.expect_memory(at(0).memory(), Bytes{whole_pages(slot_bytes_).count * num_slots});
 }
 
 FileHome::~FileHome() {
   if (getpid() != process_) return;  // a forked child has none of these mappings
   try {
+    store_.expect_memory(nullptr, Bytes{0});
     drop_slots(0);
   } catch (...) {  // NOLINT(bugprone-empty-catch): no address was given back, and a destructor does not throw
   }
 }
 
-void FileHome::add_slot() {
-  Slot slot;
-  slot.pages = make_shared_pages(slot_bytes_);
-  if (slot.pages >= 0) slot.memory = map_shared_pages(slot.pages, slot_bytes_);
-  if (slot.memory == nullptr) {
-    const int why = errno;
-    give_up(slot);
-    throw MachineError("taking " + to_string(slot_bytes_) +
-                       " for state that lies in files failed: " + std::strerror(why));
-  }
-  madvise(slot.memory, static_cast<std::size_t>(slot_bytes_.count), MADV_DONTFORK);
+void FileHome::add_slots(int count) {
+  const Bytes stride = whole_pages(slot_bytes_);
+  const auto pages = std::make_shared<SharedPages>(Bytes{stride.count * count});
   const MutexLock lock(mutex_);
-  slots_.push_back(slot);
+  for (int slot = 0; slot < count; ++slot) slots_.push_back({pages, Bytes{stride.count * slot}, std::nullopt});
 }
 
 int FileHome::num_slots() const {
@@ -75,7 +80,6 @@ FileHome::Slot& FileHome::at(int slot) {
 void FileHome::drop_slots(int left) {
   for (int last = num_slots() - 1; last >= left; --last) {
     vacate(at(last));
-    give_up(at(last));
     const MutexLock lock(mutex_);
     slots_.pop_back();
   }
@@ -84,18 +88,19 @@ void FileHome::drop_slots(int left) {
 void FileHome::bring(int record, int number, bool is_blank) {
   Slot& slot = at(number);
   vacate(slot);
-  if (is_blank) std::memset(slot.memory, 0, static_cast<std::size_t>(bytes_of(record).count));
-  else store_.read(record, slot.memory);
+  if (is_blank) std::memset(slot.memory(), 0, static_cast<std::size_t>(bytes_of(record).count));
+  else store_.read(record, slot.memory());
   const auto size = static_cast<std::size_t>(whole_pages(bytes_of(record)).count);
   std::byte* const address = addresses_->data() + offset_of(record).count;
-  if (mmap(address, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, slot.pages, 0) == MAP_FAILED) {
+  if (mmap(address, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, slot.pages->descriptor(), slot.from.count) ==
+      MAP_FAILED) {
     throw MachineError("mmap of " + to_string(bytes_of(record)) + " of state failed: " + std::strerror(errno));
   }
   slot.record = record;
   madvise(address, size, MADV_DONTFORK);
 }
 
-void FileHome::put_back(int record, int slot) { store_.write(record, at(slot).memory); }
+void FileHome::put_back(int record, int slot) { store_.write(record, at(slot).memory()); }
 
 // The addresses stay taken, without memory: no other mapping may come there.
 void FileHome::vacate(Slot& slot) {
@@ -105,12 +110,6 @@ void FileHome::vacate(Slot& slot) {
                                  static_cast<std::size_t>(whole_pages(bytes_of(*record)).count), PROT_NONE,
                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   if (there == MAP_FAILED) throw MachineError(std::string("mmap of addresses failed: ") + std::strerror(errno));
-}
-
-void FileHome::give_up(Slot& slot) {
-  if (slot.memory != nullptr) unmap_pages(slot.memory, slot_bytes_);
-  if (slot.pages >= 0) close(slot.pages);
-  slot = {};
 }
 
 }  // namespace noria

@@ -9,7 +9,8 @@
 //   the memory.
 //
 // Note [Two mappings]. A slot's pages have an address of their own, where files are read and written. While a record
-// has the slot, they have the record's address too. So no bytes are copied between slots and records.
+// has the slot, they have the record's address too. So no bytes are copied between slots and records. The first slots
+// lie side by side, so that a door can register them once.
 #pragma once
 
 #include <cstddef>
@@ -28,6 +29,25 @@
 #include "store/file_store.h"
 
 namespace noria {
+
+/// Pages that can be mapped at several addresses. They have one here.
+class SharedPages {
+ public:
+  /// Throws MachineError if the machine has too little memory.
+  explicit SharedPages(Bytes bytes);
+  ~SharedPages();
+  SharedPages(const SharedPages&) = delete;  // owns a mapping
+  SharedPages& operator=(const SharedPages&) = delete;
+
+  std::byte* data() const { return data_; }
+  int descriptor() const { return descriptor_; }
+
+ private:
+  const Bytes bytes_;
+  const pid_t process_ = getpid();
+  int descriptor_ = -1;
+  std::byte* data_ = nullptr;
+};
 
 class FileHome {
  public:
@@ -51,8 +71,8 @@ class FileHome {
   /// Returns the pace of the lanes that move records.
   const std::shared_ptr<Pace>& pace() const { return pace_; }
 
-  /// Takes one more slot. Throws MachineError if the machine has no memory.
-  void add_slot();
+  /// Takes one more slot. Throws MachineError if the machine has too little memory.
+  void add_slot() { add_slots(1); }
   /// Gives back the last slots, until `left` are there. Their records must have been put back.
   void drop_slots(int left);
 
@@ -65,13 +85,14 @@ class FileHome {
 
  private:
   struct Slot {
-    int pages = -1;  // descriptor
-    std::byte* memory = nullptr;
+    std::shared_ptr<SharedPages> pages;
+    Bytes from;  // where it begins in them
     std::optional<int> record;
+    std::byte* memory() const { return pages->data() + from.count; }
   };
+  void add_slots(int count);
   Slot& at(int slot);
   void vacate(Slot& slot);
-  void give_up(Slot& slot);
 
   FileStore store_;
   const std::shared_ptr<Pace> pace_;

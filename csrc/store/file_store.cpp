@@ -98,11 +98,20 @@ Bytes FileStore::file_bytes() const {
   return all;
 }
 
+void FileStore::expect_memory(std::byte* memory, Bytes bytes) {
+  why_not_registered_ = reader_->expect_memory(memory, bytes);
+  const std::string writer = writer_->expect_memory(memory, bytes);
+  if (why_not_registered_.empty()) why_not_registered_ = writer;
+}
+
 std::vector<std::string> FileStore::notes() const {
   std::vector<std::string> notes;
   if (!why_no_uring_.empty()) {
     const std::string number = std::to_string(options_.depth);
     notes.push_back(number + " threads read files, and " + number + " others write them: " + why_no_uring_);
+  }
+  if (!why_not_registered_.empty()) {
+    notes.push_back("each read and write of files pins its memory anew: " + why_not_registered_);
   }
   for (const ScratchFile& file : files_) {
     if (!file.why_not_direct().empty()) {

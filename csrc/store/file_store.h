@@ -54,9 +54,11 @@ class FileStore {
   /// Returns the size of a record, as it is read and written.
   Bytes bytes_of(int record) const { return records_[static_cast<std::size_t>(record)].bytes; }
   Bytes file_bytes() const;  // of all files
+  /// Most reads and writes will use this memory: see FileDoor::expect_memory.
+  void expect_memory(std::byte* memory, Bytes bytes);
   std::string door_name() const { return reader_->name(); }
-  /// Returns why files are read and written more slowly than they could be: io_uring or O_DIRECT were refused. By
-  /// folder if it is one's own reason.
+  /// Returns why files are read and written more slowly than they could be: io_uring, O_DIRECT or registered memory
+  /// were refused. By folder if it is one's own reason.
   std::vector<std::string> notes() const;
 
  private:
@@ -74,7 +76,7 @@ class FileStore {
   std::vector<Bytes> ends_;  // by file: where the next part begins
   std::unique_ptr<FileDoor> reader_, writer_;
   std::vector<Record> records_;
-  std::string why_no_uring_;
+  std::string why_no_uring_, why_not_registered_;
 };
 
 }  // namespace noria
