@@ -141,11 +141,15 @@ void FileStates::bring_blank(UnitId unit) {
 
 int FileStates::free_slot() {
   int found = -1;
+  // What was brought ahead is needed soon, so such a slot comes last.
+  const auto key_of = [&](int number) {
+    const Slot& slot = slots_[static_cast<std::size_t>(number)];
+    return std::pair(ahead_.contains(slot.unit), slot.used);
+  };
   for (int number = 0; number < static_cast<int>(slots_.size()); ++number) {
     const Slot& slot = slots_[static_cast<std::size_t>(number)];
     if (!slot.unit.valid()) return number;
-    if (slot.is_held) continue;
-    if (found < 0 || slot.used < slots_[static_cast<std::size_t>(found)].used) found = number;
+    if (!slot.is_held && (found < 0 || key_of(number) < key_of(found))) found = number;
   }
   if (found < 0) {
     home_->add_slot();
