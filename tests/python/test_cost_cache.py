@@ -39,7 +39,8 @@ def test_costs_come_back_as_they_were(folder):
 
 def test_another_model_or_policy_has_none(folder):
     save_costs(plan_of(), COSTS, "")
-    for other in (plan_of(width=16), plan_of(update="backward"), plan_of(dtype=torch.bfloat16)):
+    others = ({"width": 16}, {"update": "backward"}, {"dtype": torch.bfloat16}, {"files": "/another/disk"})
+    for other in (plan_of(**each) for each in others):
         assert load_costs(other).costs is None
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

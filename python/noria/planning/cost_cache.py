@@ -104,7 +104,8 @@ def _whose(planned: WrapPlan) -> dict[str, Any]:
     device = planned.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
     policy = planned.policy
-    options = {each: str(getattr(policy, each)) for each in ("activations", "dtype", "kernel", "state_dtype", "update")}
+    names = ("activations", "dtype", "folders", "kernel", "state_dtype", "update")
+    options = {each: str(getattr(policy, each)) for each in names}
     units = [
         [unit.name, [[slot.name, list(slot.shape), str(slot.dtype), slot.trainable] for slot in unit.parameters]]
         for unit in planned.units

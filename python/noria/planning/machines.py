@@ -16,7 +16,7 @@ import re
 from noria._errors import usage_error
 from noria.planning.step_simulation import PlanSpeeds
 
-__all__ = ["BOTH_WAYS", "DEVICES", "Device", "Machine", "device_named"]
+__all__ = ["BOTH_WAYS", "DEVICES", "DISK_READ_GIB_S", "DISK_WRITE_GIB_S", "Device", "Machine", "device_named"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,10 @@ BOTH_WAYS = 0.92
 """What each way of a link keeps of its rate while the other copies too: 50.2 and 51.3 of 55 GB/s.
 (benchmarks/results/host_memory_h200_202611.json)"""
 
+DISK_READ_GIB_S, DISK_WRITE_GIB_S = 2.5, 1.2
+"""GiB/s that a disk reads and writes at once: a consumer NVMe disk on PCIe 4, once its cache is full. This is an
+assumption."""
+
 # By format of the moments: GiB/s that one core updates with if the memory gives it, and GiB/s that it drafts with.
 # AdamW with split masters, by AVX2 (benchmarks/results/adamw_avx2_amd-epyc_202611.json).
 _CORE_GIB_S = {"fp32": (30.9, 14.7), "bf16": (20.0, 7.2), "8bit": (8.9, 3.0)}
@@ -90,6 +94,7 @@ class Machine:
     - `update`: GiB/s of updates. None: `cores` and `host` say.
     - `both_ways`: what each way of the link keeps while the other copies too.
     - `core_tflops`: Tflop/s of matrix products on one core. 0: not known.
+    - `disk_read`, `disk_write`: GiB/s from files and to them, of all disks together, while both go on.
     - `measured`: the names of those that were measured now.
     """
 
@@ -103,6 +108,8 @@ class Machine:
     device: float = 0.0
     core_tflops: float = 0.0
     measured: tuple[str, ...] = ()
+    disk_read: float = DISK_READ_GIB_S
+    disk_write: float = DISK_WRITE_GIB_S
 
     def speeds(self, state_dtype: str) -> PlanSpeeds:
         """Returns the speeds of its lanes."""
@@ -110,7 +117,8 @@ class Machine:
         update, draft = (min(each if self.update is None else self.update, self.host or math.inf) for each in of_cores)
         both_ways = self.both_ways * (self.fetch + self.drain)
         rates = (self.fetch, self.drain, update, self.tflops, draft, self.host, both_ways, self.device)
-        return PlanSpeeds(*rates, self.cores * self.core_tflops, self.measured)
+        host_tflops = self.cores * self.core_tflops
+        return PlanSpeeds(*rates, host_tflops, self.measured, self.disk_read, self.disk_write)
 
 
 def device_named(name: str) -> Device:

@@ -12,6 +12,8 @@ from torch import nn
 from noria import _C
 from noria.model.inner_tensors import tensors_in
 from noria.model.layout import HomeUnit
+from noria.planning.bounds import Bounds, bounds_of
+from noria.planning.file_simulation import FileOps
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.saved_simulation import SavedOps
 from noria.planning.simulated_op import SimulatedOp
@@ -31,6 +33,7 @@ class PlanSpeeds:
     - `device`: GiB/s of updates on the device. 0: they take no time.
     - `both_ways`: GiB/s of fetches and drains together, while both run. 0: neither slows the other down.
     - `host_tflops`: Tflop/s of the host's cores, for updates that multiply matrices. 0: that takes no time.
+    - `disk_read`, `disk_write`: GiB/s from files and to them, while both go on. 0: they take no time.
     - `measured`: the names of those that were measured now.
     """
 
@@ -44,6 +47,8 @@ class PlanSpeeds:
     device: float = 0.0
     host_tflops: float = 0.0
     measured: tuple[str, ...] = ()
+    disk_read: float = 0.0
+    disk_write: float = 0.0
 
 
 def saved_by_blocks(planned: WrapPlan, measured: MeasuredCosts) -> dict[int, int]:
@@ -131,13 +136,18 @@ class PlannedStep:
         saved = {} if measured is None else saved_by_blocks(planned, measured)
         is_prompt = planned.device.type == "cpu"
         self.saved = SavedOps(saved, planned.saved_room, planned.buffers, is_prompt=is_prompt)
+        reads_early = planned.policy.update == "backward"
+        self._reads_begin = self._buffer("host:8", "update_slot", 1) if reads_early else self._loop
+        """The token of when updates may read moments from files: a backward has begun, or `step()` has."""
+        self._files = FileOps(planned.files, planned.buffers, self._reads_begin)
         self._first: list[int] = []  # by step: its first op
         self._middle: set[int] = set()  # ops of the second of three backwards, and of its forward
         self._takes: list[int] = []  # ops that take a slot of the gradient ring
         self._gives: list[int] = []
         # If something of a step is still under way in the next one, the first step differs from the others.
         differs = bool(saved or planned.streamed_at_rest) or planned.policy.update == "blocking"
-        for step in range(1 + differs):
+        num_made = _STEPS if planned.files.sizes else 1 + differs  # units take other slots in each step
+        for step in range(num_made):
             self._first.append(len(self.ops))
             self._middle.clear()
             self._add_step(step)
@@ -167,6 +177,7 @@ class PlannedStep:
     def _estimated(self) -> _C.Costs:
         speeds = self.speeds
         rates = {"fetch": speeds.fetch, "drain": speeds.drain, "update": speeds.update, "compute": speeds.device}
+        rates |= {"read": speeds.disk_read, "write": speeds.disk_write}
         tokens = self.tokens / self.backwards
         forward_us = [2 * tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
         backward_us = self._computed_again([2 * us for us in forward_us], forward_us)
@@ -179,7 +190,8 @@ class PlannedStep:
         both_ways = measured.both_ways_gib_s or self.speeds.both_ways
         host = measured.host_gib_s or self.speeds.host
         shared = measured.draft_gib_s, both_ways, host, self._bytes_per_copied
-        rates = measured.gib_s | {"compute": measured.device_update_gib_s or self.speeds.device}
+        disk = {"read": self.speeds.disk_read, "write": self.speeds.disk_write}
+        rates = disk | measured.gib_s | {"compute": measured.device_update_gib_s or self.speeds.device}
         return _C.Costs(rates, measured.latency_us, *by_visit, *shared)
 
     def _computed_again(self, backward_us: list[float], forward_us: list[float]) -> list[float]:
@@ -200,6 +212,12 @@ class PlannedStep:
             sum(self._stands_for(span) * (span.end_us - span.start_us) for span in spans),
             max(ends_us, default=self.begin_us) - self.begin_us,
         )
+
+    @property
+    def file_bytes(self) -> tuple[int, int]:
+        """Returns the bytes that a step reads from files, and those that it writes to them."""
+        read, written = (sum(span.bytes for span in self.spans if span.lane == lane) for lane in ("read", "write"))
+        return read, written
 
     def _stands_for(self, span: _C.Span) -> int:
         """Returns how many ops of a step this simulated one stands for."""
@@ -291,8 +309,14 @@ class PlannedStep:
         fetched: dict[int, list[int]] = defaultdict(list)
         is_first_fetch = phase == "forward"
         open_visit: int | None = None
+        reads_early = self.planned.policy.update == "backward"
+        last_visit = max((op.visit for op in ops), default=-1)
         if phase == "forward":
             self.saved.begin_forward()
+        elif reads_early:
+            last = {op.unit: number for number, op in enumerate(ops) if op.verb == "drain"}
+            in_files = [unit for unit in last if unit in completes and unit in self.planned.files.sizes]
+            self._add_ops(phase, self._files.begin_backward(sorted(in_files, key=last.__getitem__)))
         for op in ops:
             if op.verb == "fetch":
                 fetched[op.visit].append(op.unit)
@@ -309,6 +333,7 @@ class PlannedStep:
             if op.lane in held_up:
                 held_up.remove(op.lane)
                 accesses += [(self._buffer("host:2", "optimizer_state", unit.index), "read") for unit in self._trained]
+                accesses += self._files.written()
             if op.verb == "drain" and self._is_in_ring(op.unit):
                 self._takes.append(len(self.ops))
             number = op.unit
@@ -319,6 +344,8 @@ class PlannedStep:
                 open_visit = op.visit
                 if phase == "forward":
                     self._add_ops(phase, self.saved.enter_forward(number))
+                    if reads_early and op.visit == last_visit:
+                        accesses.append((self._reads_begin, "write"))
                 else:
                     self._add_ops(phase, self.saved.enter_backward(number))
                     accesses += self.saved.reads(number)
@@ -363,12 +390,18 @@ class PlannedStep:
             (self._buffer("host:2", "optimizer_state", unit), "write"),
             (self._buffer("host:0", "working_copy", unit), "write"),
         ]
+        is_in_file = unit in self.planned.files.sizes
+        if is_in_file:
+            self._add_ops("step", self._files.bring(unit))
+            accesses.append(self._files.access(unit))
         if self._is_in_ring(unit):
             self._gives.append(len(self.ops))
         num_bytes = self._update_bytes(self.planned.units[unit], is_logged=verb == "draft")
         num_bytes += self._bytes_of_products(unit, self.speeds.host_tflops, self.speeds.update)
         priority = step * len(self.planned.units) + self._order[unit]
         self._add("update", "update", verb, unit, num_bytes, accesses, priority)
+        if is_in_file:
+            self._add_ops("step", self._files.put_back(unit))
 
     def _is_in_ring(self, unit: int) -> bool:
         """Returns True if the unit's gradients have a slot of the gradient ring until they are updated."""
@@ -440,6 +473,14 @@ class PlannedStep:
         return faults
 
     def times(self) -> _C.StepTimes:
+        """Returns the time of each kind of op if it were alone. `needs` has those of files besides."""
+        return _C.StepTimes(**{name: us for name, us in self.needs().items() if name not in ("read_us", "write_us")})
+
+    def bounds(self) -> Bounds:
+        """Returns the time that no schedule of a mode beats, by mode."""
+        return bounds_of(self.needs())
+
+    def needs(self) -> dict[str, float]:
         """Returns the time of each kind of op if it were alone, from which bounds are computed."""
         names = (
             "forward",
@@ -451,6 +492,8 @@ class PlannedStep:
             "forward_drain",
             "offload",
             "peer",
+            "read",
+            "write",
         )
         sums = dict.fromkeys([f"{name}_us" for name in names], 0.0)
         for span in self.spans:
@@ -458,8 +501,8 @@ class PlannedStep:
             name = f"{phase}_fetch_us" if span.lane == "fetch" else f"{span.verb}_us"
             if span.verb == "drain_state":
                 name = "forward_drain_us"
-            if span.lane == "peer":
-                name = "peer_us"
+            if span.lane in ("peer", "read", "write"):
+                name = f"{span.lane}_us"
             elif span.lane == "compute" and span.verb == "update":
                 name = "forward_us"  # fetches of the next forward go on meanwhile
             if name in sums and span.lane != "update":
@@ -475,4 +518,4 @@ class PlannedStep:
                     self._stands_for(span) * self._host_bytes(span) for span in self.spans if span.lane in lanes
                 )
                 sums[f"host_{name}_us"] = moved / (host * (1 << 30)) * 1e6
-        return _C.StepTimes(**sums)
+        return sums

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 from noria._errors import UsageError
-from noria.model.layout import GRADIENT_RING, TORCH_STATE, UNDO_LOGS
+from noria.model.file_layout import IN_FILES
+from noria.model.layout import GRADIENT_RING, TORCH_STATE, UNDO_LOGS, Region
 from noria.model.update_rules import keeps_moments
+from noria.planning.bounds import READS, WRITES
 from noria.planning.decisions import room_for_stays
 from noria.planning.machines import Machine
 from noria.planning.step_simulation import PlannedStep
 from noria.planning.wrap_plan import WrapPlan, staging_bytes
+from noria.policy import to_bytes
 
 __all__ = ["Change", "Largest", "break_even_tokens", "changes", "compute_us", "largest_model", "simulated", "wall"]
 
@@ -48,13 +51,15 @@ def simulated(planned: WrapPlan, machine: Machine, tokens: int, backwards: int =
 
 def wall(step: PlannedStep) -> tuple[str, float]:
     """Returns the resource that the step needs longest, and for which share of the step."""
-    times = step.times()
+    of = step.needs()
     needs = {
         "compute of the device": compute_us(step),
-        "fetches over the link": times.forward_fetch_us + times.backward_fetch_us,
-        "drains over the link": times.drain_us + times.forward_drain_us,
-        "updates on the host": times.update_us,
-        "memory of the host": times.host_copies_us + times.host_updates_us,
+        "fetches over the link": of["forward_fetch_us"] + of["backward_fetch_us"],
+        "drains over the link": of["drain_us"] + of["forward_drain_us"],
+        "updates on the host": of["update_us"],
+        "memory of the host": of.get("host_copies_us", 0.0) + of.get("host_updates_us", 0.0),
+        READS: of["read_us"],
+        WRITES: of["write_us"],
     }
     name = max(needs, key=lambda each: needs[each])
     return name, needs[name] / max(step.step_us, 1)
@@ -84,6 +89,8 @@ def changes(step: PlannedStep, machine: Machine, plan_again: Callable[[dict[str,
     if machine.update is None:  # else these say nothing about updates
         found["host memory twice as fast"] = with_parts(host=2 * machine.host)
         found["twice the cores"] = with_parts(cores=2 * machine.cores)
+    if planned.files.sizes:
+        found["disks twice as fast"] = with_parts(disk_read=2 * machine.disk_read, disk_write=2 * machine.disk_write)
     others: dict[str, dict[str, object]] = {}
     if keeps_moments(planned.fused):
         others |= {f'state_dtype="{each}"': {"state_dtype": each} for each in ("bf16", "8bit")}
@@ -139,7 +146,7 @@ def largest_model(planned: WrapPlan, host_bytes: int) -> Largest | None:
         return None
     (weights, gradients), num_blocks = alike.most_common(1)[0]
     block = next(u for u in planned.units if u.is_block and (u.weights, u.gradients) == (weights, gradients))
-    regions = [region for region in planned.regions if region.purpose != UNDO_LOGS]
+    regions = _in_memory(planned)
     trained = sum(unit.gradients for unit in planned.units)
     own = 0
     for region in regions:
@@ -147,10 +154,30 @@ def largest_model(planned: WrapPlan, host_bytes: int) -> Largest | None:
             own += region.sizes[block.index]
         elif region.purpose in (TORCH_STATE, GRADIENT_RING) and trained:  # not by unit
             own += region.bytes * block.gradients // trained
-    rest = sum(region.bytes for region in regions) - num_blocks * own
+    rest = sum(region.bytes for region in regions) - num_blocks * own + planned.files.memory
     most = (host_bytes - staging_bytes(planned.device) - rest) // own
+    if planned.files.sizes and (cap := to_bytes(planned.policy.file_memory)) is not None:
+        most = min(most, cap // planned.files.slot_bytes)
     if most < 1:
         return Largest(0, 0, block.name)
     of_block = sum(slot.parameter.numel() for slot in block.parameters)
     others = sum(slot.parameter.numel() for unit in planned.units for slot in unit.parameters) - num_blocks * of_block
     return Largest(others + most * of_block, most, block.name)
+
+
+def _in_memory(planned: WrapPlan) -> list[Region]:
+    """Returns the arenas without drafts. If slots are large enough for a unit's moments, those lie in files."""
+    moments: Counter[int] = Counter()
+    for region in planned.regions:
+        if region.purpose in IN_FILES:
+            moments.update(dict(enumerate(region.sizes)))
+    regions = [region for region in planned.regions if region.purpose != UNDO_LOGS]
+    return [
+        Region.of(
+            region.purpose,
+            (0 if moments[unit] <= planned.files.slot_bytes else size for unit, size in enumerate(region.sizes)),
+        )
+        if region.purpose in IN_FILES
+        else region
+        for region in regions
+    ]

@@ -1,0 +1,43 @@
+"""Computes the bounds of docs/journey.md, with reads from files and writes to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from noria import _C
+
+__all__ = ["READS", "WRITES", "Bounds", "bounds_of"]
+
+READS, WRITES = "reads from disk", "writes to disk"
+"""The names of what the disk is the wall for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Holds the time that no schedule of a mode beats, by mode. Units: microseconds."""
+
+    blocking_us: float
+    deferred_us: float
+    drafting_us: float
+
+
+def bounds_of(times: Mapping[str, float]) -> Bounds:
+    """Returns the bounds of a step.
+
+    Args:
+        times: the fields of `StepTimes`, and beside them `read_us` and `write_us`: what a step reads from files and
+            writes to them, each alone. A missing one takes no time.
+    """
+    update_us, read_us, write_us = (times.get(name, 0.0) for name in ("update_us", "read_us", "write_us"))
+    plain = {name: us for name, us in times.items() if name not in ("read_us", "write_us")}
+
+    def step(*during_updates: float) -> _C.StepTimes:
+        return _C.StepTimes(**plain | {"update_us": max(update_us, *during_updates)})
+
+    # A mode reads while it updates. "blocking" writes then too. In the others writes may go on until the next ones.
+    return Bounds(
+        _C.blocking_bound_us(step(read_us, write_us)),
+        max(_C.deferred_bound_us(step(read_us)), write_us),
+        max(_C.drafting_bound_us(step(read_us)), write_us),
+    )

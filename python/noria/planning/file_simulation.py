@@ -1,0 +1,71 @@
+"""Lists the ops of simulated steps that bring moments from files and put them back, in the engine's order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from noria import _C
+from noria.model.file_layout import FilePlan
+from noria.planning.simulated_op import SimulatedOp
+
+__all__ = ["FileOps"]
+
+
+class FileOps:
+    """Gives units slots as csrc/engine/file_states.h does: that of the unit whose last use is longest ago.
+
+    A read is issued when the op that writes `begun` has ended, and not before.
+    """
+
+    def __init__(self, files: FilePlan, buffers: _C.BufferTable, begun: int) -> None:
+        self._files = files
+        self._buffers = buffers
+        self._begun = begun
+        self._free = deque(range(files.num_slots))
+        self._slots: dict[int, int] = {}
+        """By unit: its slot. The unit whose last use is longest ago comes first."""
+        self._expected: deque[int] = deque()
+        self._ahead: set[int] = set()
+
+    def begin_backward(self, units: Iterable[int]) -> Iterator[SimulatedOp]:
+        """A backward begins that updates these units, in this order. Brings the first of them ahead."""
+        self._expected = deque(units)
+        yield from self._bring_ahead()
+
+    def bring(self, unit: int) -> Iterator[SimulatedOp]:
+        """Gives the unit a slot, and reads its moments, unless they are there."""
+        if unit in self._slots:
+            self._slots[unit] = self._slots.pop(unit)
+            return
+        slot = self._free.popleft() if self._free else self._slots.pop(next(iter(self._slots)))
+        self._slots[unit] = slot
+        accesses = [(self._record(unit), "read"), (self._slot(slot), "write"), (self._begun, "read")]
+        yield SimulatedOp("read", "read_state", unit, self._files.sizes[unit], accesses)
+
+    def access(self, unit: int) -> tuple[int, str]:
+        """Returns the access of an update of the unit. Its moments have been brought."""
+        return self._slot(self._slots[unit]), "write"
+
+    def put_back(self, unit: int) -> Iterator[SimulatedOp]:
+        """Writes what an update has made, and brings ahead what comes next."""
+        accesses = [(self._slot(self._slots[unit]), "read"), (self._record(unit), "write")]
+        yield SimulatedOp("write", "write_state", unit, self._files.sizes[unit], accesses)
+        self._ahead.discard(unit)
+        yield from self._bring_ahead()
+
+    def written(self) -> list[tuple[int, str]]:
+        """Returns the accesses of an op that waits until all is written."""
+        return [(self._record(unit), "read") for unit in self._files.sizes]
+
+    def _bring_ahead(self) -> Iterator[SimulatedOp]:
+        while self._expected and len(self._ahead) < self._files.num_slots - 1:  # one is left for the unit in use
+            unit = self._expected.popleft()
+            yield from self.bring(unit)
+            self._ahead.add(unit)
+
+    def _record(self, unit: int) -> int:
+        return self._buffers.intern("file:0", unit, 1, "record", unit)
+
+    def _slot(self, slot: int) -> int:
+        return self._buffers.intern("host:10", slot, 1, "state_slot", -1)
