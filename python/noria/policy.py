@@ -24,6 +24,7 @@ from torch import nn
 from noria._errors import UsageError, usage_error
 
 __all__ = [
+    "STATE_DTYPES",
     "Policy",
     "compute_device",
     "format_bytes",
@@ -33,6 +34,9 @@ __all__ = [
     "refuse_lost_trace",
     "to_bytes",
 ]
+
+STATE_DTYPES = ("fp32", "bf16", "8bit")
+"""Formats of moments. The largest one comes first."""
 
 _UNITS = {prefix.lower() + "ib": 1024**power for power, prefix in enumerate(["K", "M", "G", "T"], start=1)}
 _UNITS |= {prefix.lower() + "b": 1000**power for power, prefix in enumerate(["", "K", "M", "G", "T"])}
@@ -254,7 +258,7 @@ class Policy:
         _check_dtype(self.dtype)
         _check_choice("kernel", self.kernel, ["auto", "fused", "torch"])
         _check_choice("optimizer_device", self.optimizer_device, ["host", "device"])
-        _check_choice("state_dtype", self.state_dtype, ["fp32", "bf16", "8bit"])
+        _check_choice("state_dtype", self.state_dtype, list(STATE_DTYPES))
         _check_state_kernel(self.state_dtype, self.kernel)
         _check_seed(self.rounding_seed)
         _check_choice("activations", self.activations, ["keep", "recompute", "offload", "auto"])

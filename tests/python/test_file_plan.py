@@ -90,6 +90,26 @@ def test_the_cap_on_files_holds():
     assert planned.files.file_bytes <= 8 * of_one
 
 
+def test_a_plan_says_what_smaller_moments_would_put_into_files():
+    policy: dict[str, Any] = {"files": "/never/made", "host_memory": least()}
+    planned = plan(**policy)
+    assert list(planned.files.instead) == ["bf16", "8bit"]
+    for state_dtype, size in planned.files.instead.items():
+        assert plan(state_dtype=state_dtype, **policy).files.file_bytes == size < planned.files.file_bytes
+    assert planned.files.instead_text() in str(planned)
+    assert re.search(r'instead of .* in files: .* with state_dtype="bf16", .* with state_dtype="8bit"', str(planned))
+    few = least(state_dtype="8bit")
+    last = plan(state_dtype="8bit", files="/never/made", host_memory=few)
+    assert last.files.sizes and not last.files.instead and "instead of" not in str(last)
+
+
+def test_a_plan_names_the_units_whose_moments_lie_in_files():
+    assert "(0-15)" in str(plan(files="/never/made", host_memory=least()))
+    some = plan(files="/never/made", host_memory=(host_bytes(plan()) + least()) // 2)
+    told = re.search(r"writes .* \((.*)\)", str(some))
+    assert told is not None and told[1].split(", ")[0].split("-")[0] == str(min(some.files.sizes))
+
+
 def refusal_of(**policy: Any) -> str:
     with pytest.raises(noria.UsageError) as refusal:
         plan(files="/never/made", host_memory=1, **policy)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from noria.model.layout import Region
 from noria.model.moment_formats import MOMENTS, SCALES
+from noria.policy import format_bytes
 
 __all__ = ["FILES", "FILE_ALIGNMENT", "IN_FILES", "NUM_STATE_SLOTS", "RECORDS", "STATE_SLOTS", "FilePlan"]
 
@@ -40,6 +41,9 @@ class FilePlan:
 
     folders: tuple[str, ...] = ()
 
+    instead: dict[str, int] = dataclasses.field(default_factory=dict)
+    """By smaller `state_dtype`: the bytes that would lie in files."""
+
     @property
     def slot_bytes(self) -> int:
         return max(self.sizes.values(), default=0)
@@ -56,6 +60,11 @@ class FilePlan:
     @property
     def file_bytes(self) -> int:
         return sum(self.sizes.values())
+
+    def instead_text(self) -> str:
+        """Returns what smaller formats of moments would put into files; empty if there is none."""
+        others = [f'{format_bytes(size)} with state_dtype="{each}"' for each, size in self.instead.items()]
+        return f"instead of {format_bytes(self.file_bytes)} in files: {', '.join(others)}" if others else ""
 
     def regions(self, regions: Sequence[Region]) -> list[Region]:
         """Returns the arenas that are left in host memory."""

@@ -50,6 +50,7 @@ from noria.planning.streamed import (
 )
 from noria.planning.update_flops import update_flops
 from noria.policy import (
+    STATE_DTYPES,
     Policy,
     compute_device,
     format_bytes,
@@ -78,6 +79,9 @@ WINDOW = "window and gradient buffers"
 
 LEAST_SAVED = 64 * 1024
 """Bytes. A smaller storage that a block saves stays where it is."""
+
+_MOST_NAMES = 8
+"""How many names of units a line has at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,10 +262,14 @@ class WrapPlan:
             )
         if self.files.sizes:
             files = format_bytes(self.files.file_bytes)
+            names = [name for name, _ in folded([self.units[unit] for unit in sorted(self.files.sizes)])]
+            told = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
             lines.append(
                 f"moments of {len(self.files.sizes)} of {len(self.units)} units lie in files: an update of all of them "
-                f"reads {files} and writes {files}"
+                f"reads {files} and writes {files} ({told})"
             )
+            if text := self.files.instead_text():
+                lines.append(text)
         if self.saved_room is not None:
             lines.append(
                 f"activations: at most {format_bytes(self.saved_room)} of what blocks save stays on the device"
@@ -370,6 +378,8 @@ def make_plan(
         lean = _with_ring(first, ring)
         room = left_for_drafts(budgets, free, 0, staging_bytes(device))
         files = choose_files(kernels, lean, room, to_bytes(policy.file_memory))
+        if files.sizes:
+            files = dataclasses.replace(files, instead=_file_bytes_instead(kernels, ring, state_bytes, room))
         if not files.sizes:
             has_room = sum(region.bytes for region in lean) <= room
             reason = "host memory has room for all" if has_room else "noria's kernels update no unit that has moments"
@@ -426,6 +436,17 @@ def make_plan(
     result = dataclasses.replace(result, least_device=least_arena + sum(result.beside_the_arena().values()))
     _check_host(result, is_carried_out, free)
     return result
+
+
+def _file_bytes_instead(kernels: Kernels, ring: Ring | None, state_bytes: int, room: int) -> dict[str, int]:
+    """Returns, by `state_dtype` that takes less than the policy's, the bytes that would lie in files."""
+    policy, found = kernels.policy, {}
+    formats = list(STATE_DTYPES)
+    for each in formats[formats.index(policy.state_dtype) + 1 :]:
+        others = dataclasses.replace(kernels, policy=dataclasses.replace(policy, state_dtype=each))
+        lean = _with_ring(home_regions(others, frozenset(), state_bytes), ring)
+        found[each] = choose_files(others, lean, room, to_bytes(policy.file_memory)).file_bytes
+    return found
 
 
 def _with_ring(regions: list[Region], ring: Ring | None) -> list[Region]:
