@@ -7,18 +7,19 @@ from typing import Any
 
 from torch import nn
 
-from noria import _C
 from noria.doctor import host_memory_gib_s as measured_gib_s
 from noria.model.file_layout import FILES, RECORDS, STATE_SLOTS
 from noria.model.update_rules import keeps_moments
 from noria.pipeline.peer_memory import Loan
+from noria.planning.bounds import READS, WRITES, bounds_of
 from noria.planning.cost_table import COLUMNS, aligned, cost_rows, rates_text
+from noria.planning.endurance import endurance_text
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.wrap_plan import STAGING_RING, WINDOW
 from noria.policy import format_bytes, plural
 from noria.wrapped import Wrapped, wrapped_together
 
-__all__ = ["Bound", "HostMemory", "LaneReport", "LedgerRow", "PassReport", "Report", "UpdateTime", "report"]
+__all__ = ["Bound", "FileUse", "HostMemory", "LaneReport", "LedgerRow", "PassReport", "Report", "UpdateTime", "report"]
 
 _GIB = 1 << 30
 
@@ -111,6 +112,20 @@ class HostMemory:
 
 
 @dataclasses.dataclass(frozen=True)
+class FileUse:
+    """Counts what an average step reads from files and writes to them, with what your own looks at moments take.
+
+    Units: bytes and microseconds. The times are those in which the lane had an op under way.
+    """
+
+    read: float
+    written: float
+    read_us: float
+    write_us: float
+    num_folders: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Bound:
     """Compares an average step with the lower bound of each update mode (docs/journey.md, "The bound").
 
@@ -194,6 +209,8 @@ class Report:
     resident: list[str]
     at_rest: list[str]
     """The units that stay on the device with their optimizer's state (`resident`)."""
+    files: FileUse | None
+    """None: nothing lies in files, or no step yet."""
     bound: Bound | None
     updates: UpdateTime | None  # None: no step yet
     advice: str | None  # options that would hide the updates which delay the step
@@ -294,6 +311,8 @@ class Report:
                 f"{format_bytes(round(h.copied))} by fetches and drains take {h.us / 1e3:.1f} ms at "
                 f"{h.gib_s:.1f} GiB/s, which they share"
             )
+            if (f := self.files) and (line := endurance_text(f.read, f.written, b.step_us, f.num_folders)):
+                lines.append(f"files: {line}")
         if self.updates is not None:
             u = self.updates
             if u.on_device_us:
@@ -344,7 +363,8 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
     if write_trace:
         wrapped.context.write_trace()
     engine, sums = wrapped.context.engine, wrapped.context.engine.statistics.step_sums()
-    bound, updates = _bound(wrapped, sums, host_memory_gib_s), _update_time(sums)
+    files = _file_use(wrapped, sums)
+    bound, updates = _bound(wrapped, sums, host_memory_gib_s, files), _update_time(sums)
     return Report(
         device=str(wrapped.context.device),
         num_units=len(wrapped.context.units),
@@ -382,6 +402,7 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
             if wrapped.rest.has(unit.index) or unit.index in engine.statistics.resident_units()
         ],
         at_rest=[unit.name for unit in wrapped.rest.units if wrapped.rest.is_on],
+        files=files,
         bound=bound,
         updates=updates,
         advice=_advice(wrapped, sums, bound, updates) if bound and updates else None,
@@ -437,7 +458,21 @@ def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
     return rows
 
 
-def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None) -> Bound | None:
+def _file_use(wrapped: Wrapped, sums: dict[str, int]) -> FileUse | None:
+    if wrapped.context.home.files is None or sums["num_steps"] == 0:
+        return None
+    steps = sums["num_steps"] + 1  # the lanes have counted the first one too
+    read, write = (wrapped.context.engine.statistics.file_stats(lane) for lane in ("read", "write"))
+    return FileUse(
+        read=read["bytes"] / steps,
+        written=write["bytes"] / steps,
+        read_us=read["busy_us"] / steps,
+        write_us=write["busy_us"] / steps,
+        num_folders=len(wrapped.context.plan.files.folders),
+    )
+
+
+def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None, files: FileUse | None) -> Bound | None:
     steps = sums["num_steps"]
     if steps == 0:
         return None
@@ -449,6 +484,7 @@ def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None) -> Bound
         sum(slot.like.numel() for unit in wrapped.context.units for slot in unit.parameters if slot.trainable),
     )
     measured = per_step | {"host_copies_us": host.copied_us, "host_updates_us": host.updated_us}
+    measured |= {"read_us": files.read_us if files else 0.0, "write_us": files.write_us if files else 0.0}
     measured["forward_us"] += measured["device_update_us"]  # they run ahead of its visits, on the same lane
     times = {name: measured[name] for names in _LIMITS.values() for name in names}
     streaming = [unit for unit in wrapped.context.units if unit.gradients and not wrapped.rest.has(unit.index)]
@@ -458,9 +494,9 @@ def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None) -> Bound
         mode = "drafts" if all_drafted else "deferred"
 
     def bound_of(times: dict[str, float]) -> Bound:
-        step = _C.StepTimes(**times)
-        bounds = _C.blocking_bound_us(step), _C.deferred_bound_us(step), _C.drafting_bound_us(step)
-        return Bound(per_step["wall_us"], *bounds, mode, "", host)
+        bounds = bounds_of(times)
+        each = bounds.blocking_us, bounds.deferred_us, bounds.drafting_us
+        return Bound(per_step["wall_us"], *each, mode, "", host)
 
     found = bound_of(times)
     limits = [
@@ -479,8 +515,10 @@ _LIMITS = {
     "what ranks send": ["forward_collect_us", "backward_collect_us"],
     "copies between stages": ["peer_us"],
     "host memory": ["host_copies_us", "host_updates_us"],
+    READS: ["read_us"],
+    WRITES: ["write_us"],
 }
-"""The resources that may limit a step, and the fields of `StepTimes` with their times."""
+"""The resources that may limit a step, and the names of their times; see `bounds_of`."""
 
 
 def _update_time(sums: dict[str, int]) -> UpdateTime | None:
@@ -498,7 +536,12 @@ _SUBSTANTIAL = 0.1  # share of a step: less is not worth more memory or other hy
 
 
 def _advice(wrapped: Wrapped, sums: dict[str, int], bound: Bound, updates: UpdateTime) -> str | None:
-    """Returns what would hide updates that delay the step. None if they do not, or if no option would help."""
+    """Returns what would relieve the disk if it limits the step, or else what would hide updates that delay it.
+
+    None if neither is so, or if no option would help.
+    """
+    if {READS, WRITES} & set(bound.limit.split(", ")) and (text := wrapped.context.plan.files.instead_text()):
+        return f"the disk limits the step: {text}"
     if updates.exposed_us < _SUBSTANTIAL * bound.step_us:
         return None
     found = f"updates are exposed for {updates.exposed_us / 1e3:.1f} of {bound.step_us / 1e3:.1f} ms"

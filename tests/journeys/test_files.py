@@ -21,6 +21,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from noria import _C
+from noria.planning.endurance import endurance_text
+from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
@@ -196,6 +198,50 @@ def test_nothing_lies_in_files_if_memory_has_room(folder):
     train(model, optimizer, 0, 1)
     assert wrapped_by(model).context.home.files is None
     assert any("nothing lies in files" in note for note in noria.report(model).notes)
+
+
+# ---- what a step takes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["auto", "backward", "blocking"])
+def test_a_simulated_step_reads_and_writes_as_often_as_a_real_one(update, folder):
+    model, optimizer = wrapped(update=update, files=folder)
+    train(model, optimizer, 0, 3)
+    before = moved(model)
+    train(model, optimizer, 3, 5)
+    after = moved(model)
+    step = PlannedStep(wrapped_by(model).context.plan, 1, PlanSpeeds(1, 1, 1, 1))
+    for lane in ("read", "write"):
+        assert after[lane] - before[lane] == 2 * step.lane_use(lane)[0], lane
+
+
+@pytest.mark.parametrize(("update", "slow"), [("auto", "read"), ("backward", "write"), ("blocking", "read")])
+def test_a_report_names_a_slow_disk_and_says_how_long_it_lasts(update, slow, folder):
+    with on_machine(limits={slow: (0.0, 8000.0)}, update_threads=1):
+        model, optimizer = wrapped(update=update, files=[folder / "one", folder / "two"])
+    train(model, optimizer, 0, 8)
+    moved(model)  # waits until all is written
+    report = noria.report(model, host_memory_gib_s=1e6)
+    plan = wrapped_by(model).context.plan
+    assert report.bound is not None and report.files is not None
+    assert report.files.written == pytest.approx(plan.files.file_bytes, rel=0.01)
+    name, busy_us = {
+        "read": ("reads from disk", report.files.read_us),
+        "write": ("writes to disk", report.files.write_us),
+    }[slow]
+    assert name in report.bound.limit.split(", ")
+    assert report.bound.bound_us >= busy_us >= 0.8 * len(plan.files.sizes) * 8000
+    assert report.bound.step_us > 0.8 * busy_us
+    lasts = endurance_text(report.files.read, report.files.written, report.bound.step_us, 2)
+    assert f"files: {lasts}" in str(report) and "each of 2 disks rated for 600 TBW lasts" in lasts
+    assert report.advice == f"the disk limits the step: {plan.files.instead_text()}"
+
+
+def test_without_files_a_report_says_nothing_of_a_disk():
+    model, optimizer = wrapped()
+    train(model, optimizer, 0, 3)
+    report = noria.report(model)
+    assert report.files is None and "TBW" not in str(report)
 
 
 # ---- what users see ------------------------------------------------------------------------------------------------
