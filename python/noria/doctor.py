@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from noria import _C
 from noria._version import __version__
 from noria.host.limits import Limit, host_limits, margin_of, num_numa_nodes, pinning_limit, tightest
 from noria.host.processor import cpu_name
+from noria.model.file_layout import FILE_ALIGNMENT
 from noria.policy import format_bytes
 from noria.torch_state import await_device
 
@@ -70,6 +71,8 @@ class Doctor:
     huge_pages: str
     numa_nodes: int
     lockable: int | None
+    files: dict[str, str]
+    """How files are read and written: at all, and in each folder that was asked for."""
     speeds: Speeds
     missing: list[str]
 
@@ -93,6 +96,7 @@ class Doctor:
             ("memory nodes", str(self.numa_nodes)),
             ("huge pages", self.huge_pages),
             ("lockable memory (ulimit -l)", f"{amount(self.lockable, 'unlimited')}; not every driver asks"),
+            *self.files.items(),
             ("copy", f"{self.speeds.copy:.1f} GiB/s, one thread"),
             ("fetch, drain", f"{self.speeds.fetch:.1f}, {self.speeds.drain:.1f} GiB/s through the host backend"),
             ("update", f"{self.speeds.update:.1f} GiB/s read and written by the fused AdamW"),
@@ -158,6 +162,24 @@ def _backends() -> dict[str, str]:
     else:
         found["cuda"] = f"absent: {reason or f'torch {torch.__version__} reaches no CUDA device'}"
     return found
+
+
+def _files(folders: Sequence[str]) -> dict[str, str]:
+    """Returns how noria reads and writes files, and whether `files=` can use each of these folders."""
+    reason = _C.uring_absent_reason()
+    found = {"files": f"read and written by threads: {reason}" if reason else "read and written by io_uring"}
+    return found | {f"files in {folder}": _folder_state(folder) for folder in folders}
+
+
+def _folder_state(folder: str) -> str:
+    if not os.path.isdir(folder):
+        return "no such folder"
+    try:
+        home = _C.FileHome([os.path.abspath(folder)], [FILE_ALIGNMENT], 1)
+    except (_C.UsageError, _C.MachineError) as error:
+        return f"not possible: {error}"
+    told = [note for note in home.notes if "page cache" in note]  # the others are no news of the folder
+    return told[0] if told else "bypass the page cache (O_DIRECT)"
 
 
 # ---- speeds -------------------------------------------------------------------------------------------------------
@@ -255,7 +277,8 @@ def measure_matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
 # ---- diagnosis ----------------------------------------------------------------------------------------------------
 
 
-def diagnose() -> Doctor:
+def diagnose(folders: Sequence[str] = ()) -> Doctor:
+    """Looks at this machine, and at folders for `files=`."""
     memory = _meminfo()
     lockable, limits = pinning_limit(), host_limits()
     least = tightest(limits)
@@ -273,6 +296,7 @@ def diagnose() -> Doctor:
         huge_pages=_huge_pages(),
         numa_nodes=num_numa_nodes(),
         lockable=lockable,
+        files=_files(folders),
         speeds=measure_speeds(),
         missing=_missing(backends, lockable),
     )
@@ -302,6 +326,11 @@ def _missing(backends: dict[str, str], lockable: int | None) -> list[str]:
         missing.append(
             "huge pages are off, so updates and copies walk more page tables: "
             "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        )
+    if reason := _C.uring_absent_reason():
+        missing.append(
+            f"no io_uring, so threads read and write files ({reason}): apt-get install liburing-dev, and build noria "
+            "again; in a container, allow io_uring in its seccomp rules"
         )
     if _installed("transformers") is None:
         missing.append("noria plan --hf-config reads models of transformers: pip install transformers")

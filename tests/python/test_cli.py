@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import types
@@ -364,6 +365,71 @@ def test_the_wall_is_what_is_slow_and_a_faster_one_helps_most(slow, named, bette
     assert all(0.99 < gain < 1.05 for gain in gains.values())
 
 
+@pytest.mark.parametrize(
+    ("disk", "named"),
+    [
+        ({"disk_read": 1e-2, "disk_write": 1}, "reads from disk"),
+        ({"disk_read": 1, "disk_write": 1e-2}, "writes to disk"),
+    ],
+)
+def test_a_slow_disk_is_the_wall_and_a_faster_one_helps_most(disk, named):
+    machine = dataclasses.replace(MACHINE, **disk)
+    planned = planned_with_files()
+    step = simulated(planned, machine, 64)
+    name, share = wall(step)
+    assert name == named and 0.8 < share <= 1.01
+    all_changes = changes(step, machine, lambda fields: planned_with_files(**fields))
+    gains = {each.what: each.gain for each in all_changes if "twice" in each.what and each.tokens == 64}
+    assert max(gains, key=gains.get) == "disks twice as fast" and gains["disks twice as fast"] > 1.8
+    no_files = planned_on_meta()
+    assert not any(
+        "disks" in each.what for each in changes(simulated(no_files, MACHINE, 64), MACHINE, lambda _: no_files)
+    )
+
+
+def planned_with_files(num_blocks=12, **policy):
+    return planned_on_meta(num_blocks, **{"files": "/never/made", "host_memory": 40 << 20, **policy})
+
+
+@pytest.mark.parametrize("update", ["auto", "backward"])
+def test_the_largest_model_with_files_fits_and_one_block_more_does_not(update):
+    budget = 64 << 20
+    found = largest_model(planned_with_files(update=update), budget)
+    assert found.num_blocks > largest_model(planned_on_meta(update=update), budget).num_blocks
+    slack = 4 if update == "backward" else 1
+    planned_with_files(found.num_blocks - slack + 1, update=update, host_memory=budget)
+    with pytest.raises(noria.UsageError, match="host_memory of at least"):
+        planned_with_files(found.num_blocks + slack, update=update, host_memory=budget)
+    of_8_blocks = 8 * max(planned_with_files(update=update).files.sizes.values())
+    assert (
+        largest_model(planned_with_files(update=update, file_memory=of_8_blocks + (4 << 20)), budget).num_blocks <= 10
+    )
+
+
+def test_a_plan_with_files_says_what_lies_there_and_how_long_the_disk_lasts(capsys, factories, tmp_path):
+    factories.big = lambda: Chain(12, 512)
+    arguments = ["plan", "--model", "made_here:big", "--device", "cpu", "--kernel", "fused", "--host-memory", 40 << 20]
+    arguments += ["--files", tmp_path / "run", *SPEEDS, "--check"]
+    status, out, _ = run(capsys, *arguments)
+    planned = planned_with_files(files=tmp_path / "run")
+    assert status == 0 and str(planned) in out and not (tmp_path / "run").exists()
+    assert "of 13 units lie in files" in out
+    lanes = {
+        line.split()[0]: int(line.split()[1]) for line in out.splitlines() if line.startswith(("  read", "  write"))
+    }
+    assert lanes == dict.fromkeys(("read", "write"), len(planned.files.sizes))
+    assert "of disks 2.5 read and 1.2 written" in out
+    assert "at this rate a disk rated for 600 TBW lasts " in out and "the wall: " in out
+    slow = ["--disk-read-gib-s", 1, "--disk-write-gib-s", 0.001]
+    status, out, _ = run(capsys, *arguments, "--files", tmp_path / "two", *slow)
+    assert status == 0 and "of disks 2.0 read and 0.0 written" in out  # two folders, so two disks
+    assert "at this rate each of 2 disks rated for 600 TBW" in out and "the wall: writes to disk, 100%" in out
+    status, out, _ = run(capsys, *arguments[:-5], "--files", tmp_path, "--file-memory", "10MiB", *SPEEDS)
+    assert status == 2  # that is too little
+    status, out, _ = run(capsys, "plan", "--model", "made_here:big", "--device", "cpu", *SPEEDS)
+    assert status == 0 and "TBW" not in out and "of disks" not in out and "the wall: " in out
+
+
 def test_a_device_is_known_by_its_name_or_a_part_of_it():
     for name in ("RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "4090"):
         assert machines.device_named(name) is machines.DEVICES["RTX 4090"]
@@ -525,6 +591,25 @@ def test_doctor_prints_every_fact_on_a_line_of_its_own(capsys):
     for name, value in diagnose().rows():
         if not any(word in name for word in ("copy", "fetch", "update", "memory")):  # those may have changed meanwhile
             assert any(line.startswith(name) and line.endswith(value) for line in out.splitlines()), name
+
+
+def test_doctor_says_how_files_are_read_and_whether_a_folder_can_have_them(capsys, monkeypatch, tmp_path):
+    own, others = tmp_path / "own", tmp_path / "others"
+    own.mkdir(mode=0o700)
+    others.mkdir()
+    others.chmod(0o777)
+    folders = ["--files", own, "--files", others, "--files", tmp_path / "none"]
+    found = {}
+    for reason in ("", "io_uring_setup: Operation not permitted"):
+        monkeypatch.setattr(_C, "uring_absent_reason", lambda reason=reason: reason)
+        status, out, _ = run(capsys, "doctor", "--json", *folders)
+        assert status == 0
+        found = json.loads(out)
+        assert ("threads" in found["files"]["files"]) == bool(reason) and reason in found["files"]["files"]
+        assert any("liburing-dev" in lack and "seccomp" in lack for lack in found["missing"]) == bool(reason)
+    assert re.search("page cache", found["files"][f"files in {own}"])
+    assert "all users can write to" in found["files"][f"files in {others}"]
+    assert found["files"][f"files in {tmp_path / 'none'}"] == "no such folder" and not (tmp_path / "none").exists()
 
 
 # ---- trace ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ __all__ = ["run_doctor"]
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    found = diagnose()
+    found = diagnose(args.files or ())
     if args.json:
         print(json.dumps(found.to_dict(), indent=1))
         return 0

@@ -16,7 +16,7 @@ from noria.cli.doctor import run_doctor
 from noria.cli.plan import run_plan
 from noria.cli.trace import run_trace
 from noria.pipeline.schedules import SCHEDULES
-from noria.planning.machines import DEVICES
+from noria.planning.machines import DEVICES, DISK_READ_GIB_S, DISK_WRITE_GIB_S
 
 __all__ = ["main"]
 
@@ -57,6 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     policy = plan.add_argument_group("policy, as in noria.wrap")
     for name in ("device", "device-memory", "host-memory", "kernel", "state-dtype", "update"):
         policy.add_argument(f"--{name}")
+    policy.add_argument(
+        "--files", action="append", metavar="FOLDER", help="for state that does not fit; several share it"
+    )
+    policy.add_argument("--file-memory", metavar="BYTES", help="a limit on the bytes there")
     policy.add_argument("--window", type=int)
     policy.add_argument("--resident", help='units that stay on the device: all, an amount such as "24GiB", or auto')
     policy.add_argument("--optimizer-device", choices=["host", "device"], help="where updates of the others run")
@@ -71,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     for lane in ("fetch", "drain", "update"):
         speed.add_argument(f"--{lane}-gib-s", type=_positive, metavar="GIB/S")
+    for way, default in (("read", DISK_READ_GIB_S), ("write", DISK_WRITE_GIB_S)):
+        told = f"of each folder of --files, while the disk does both (default: {default})"
+        speed.add_argument(f"--disk-{way}-gib-s", type=_positive, metavar="GIB/S", help=told)
     speed.add_argument("--tflops", type=_positive, help="of the device, on matrix products")
     speed.add_argument("--tokens", type=_number, help="of a step: batch x length (default 4096)")
     speed.add_argument(
@@ -103,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine has for noria, and what it lacks")
     doctor.set_defaults(run=run_doctor)
     doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--files", action="append", metavar="FOLDER", help="see whether files= can use this folder")
 
     trace = commands.add_parser("trace", help="sum up a trace file that Policy.trace has written")
     trace.set_defaults(run=run_trace)

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.cli.picture import check_picture, draw_wheel, spans_of
 from noria.cli.tables import show, time_text
 from noria.planning.cost_cache import KnownCosts, load_costs
 from noria.planning.cost_table import COLUMNS, cost_rows, rates_text
 from noria.planning.decisions import as_costs_choose, with_best_drafts, with_best_places, without_idle_logs
-from noria.planning.machines import BOTH_WAYS, Machine, device_named
+from noria.planning.endurance import endurance_text
+from noria.planning.machines import BOTH_WAYS, DISK_READ_GIB_S, DISK_WRITE_GIB_S, Machine, device_named
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.planning.what_if import break_even_tokens, changes, compute_us, largest_model, simulated, wall
 
@@ -52,11 +52,14 @@ def run_plan(args: argparse.Namespace) -> int:
             "resident",
             "optimizer_device",
             "activations",
+            "files",
+            "file_memory",
         )
         if getattr(args, name) is not None
     }
-    if fields.get("host_memory", "").isdecimal():
-        fields["host_memory"] = int(fields["host_memory"])
+    for name in ("host_memory", "file_memory"):
+        if fields.get(name, "").isdecimal():
+            fields[name] = int(fields[name])
     if "device_memory" in fields:
         fields["device_memory"] = _amount(fields["device_memory"])
         if args.tflops is not None and args.pipeline is None and not torch.cuda.is_available():
@@ -87,15 +90,19 @@ def run_plan(args: argparse.Namespace) -> int:
         print()
         show(f"costs, measured {known.measured}", COLUMNS, cost_rows(planned.units, known.costs))
         print("\n".join(rates_text(known.costs)))
-        step = PlannedStep(planned, 0, PlanSpeeds(0, 0, 0, 0), known.costs)
+        disk_read, disk_write = _disks(args, planned)
+        speeds = PlanSpeeds(0, 0, 0, 0, disk_read=disk_read, disk_write=disk_write)
+        step = PlannedStep(planned, 0, speeds, known.costs)
     _show_step(step)
+    _show_wall(step)
     return _finish(args, step)
 
 
 def _known_costs(args: argparse.Namespace, planned: WrapPlan) -> KnownCosts:
     """Returns the costs that a run has measured here, unless speeds are given. `--cores` may be one of its numbers."""
     speeds = (args.tflops, args.fetch_gib_s, args.drain_gib_s, args.update_gib_s, args.dram_gib_s)
-    if any(each is not None for each in (*speeds, args.tokens, args.micro_batches)):
+    disks = (args.disk_read_gib_s, args.disk_write_gib_s)
+    if any(each is not None for each in (*speeds, *disks, args.tokens, args.micro_batches)):
         return KnownCosts()
     known = load_costs(planned)
     if args.cores is None:
@@ -206,19 +213,23 @@ def _tokens_s(tokens: int, us: float) -> str:
 
 
 def _show_limits(step: PlannedStep, machine: Machine) -> None:
-    name, share = wall(step)
     ideal_us = compute_us(step)
     print(
         f"{_tokens_s(step.tokens, step.step_us)} tokens/s; {_tokens_s(step.tokens, ideal_us)} if all lay on the device "
         f"({ideal_us / max(step.step_us, 1):.0%})"
     )
-    print(f"the wall: {name}, {share:.0%} of the step")
+    _show_wall(step)
     tokens = break_even_tokens(step.planned, machine, step.backwards)
     print(
         "no number of tokens a step hides all else behind the compute"
         if tokens is None
         else f"break-even: from {tokens} tokens a step on, all else hides behind the compute, within 5 %"
     )
+
+
+def _show_wall(step: PlannedStep) -> None:
+    name, share = wall(step)
+    print(f"the wall: {name}, {share:.0%} of the step")
 
 
 def _show_largest(planned: WrapPlan, host_bytes: int | None) -> None:
@@ -376,7 +387,8 @@ def _make_optimizer(text: str, model: nn.Module) -> list[Optimizer]:
 
 def _show_step(step: PlannedStep) -> None:
     rows = []
-    for lane in ("compute", "fetch", "drain", "update"):
+    in_files = ("read", "write") if step.planned.files.sizes else ()
+    for lane in ("compute", "fetch", "drain", "update", *in_files):
         num_ops, busy, ends_at = step.lane_use(lane)
         share = f"{busy / step.step_us:.0%}" if step.step_us else ""
         rows.append([lane, str(num_ops), time_text(busy), share, time_text(ends_at)])
@@ -387,6 +399,7 @@ def _show_step(step: PlannedStep) -> None:
         print(
             f"at fetch {speeds.fetch:.1f}, drain {speeds.drain:.1f}, update {speeds.update:.1f} GiB/s"
             + (f" of the host's {speeds.host:.1f}" if speeds.host else "")
+            + (f", of disks {speeds.disk_read:.1f} read and {speeds.disk_write:.1f} written" if in_files else "")
             + f" and {speeds.tflops:.3g} Tflop/s"
             + (f" (measured here: {', '.join(speeds.measured)})" if speeds.measured else "")
             + f", {step.tokens} tokens"
@@ -399,19 +412,20 @@ def _show_step(step: PlannedStep) -> None:
             f"core here reaches now, and the device {on_device}"
             + ("" if step.planned.streamed else " (--optimizer-device device)")
         )
-    times = step.times()
+    if line := endurance_text(*step.file_bytes, step.step_us, len(step.planned.policy.folders)):
+        print(line)
+    bounds = step.bounds()
     if not step.planned.kernels:
-        print(f"step {time_text(step.step_us)}; no schedule beats {time_text(_C.drafting_bound_us(times))}")
+        print(f"step {time_text(step.step_us)}; no schedule beats {time_text(bounds.drafting_us)}")
         return
     if step.planned.streamed:
-        bound = _C.blocking_bound_us if step.planned.policy.update == "blocking" else _C.deferred_bound_us
-        bound_us = bound(times)
+        bound_us = bounds.blocking_us if step.planned.policy.update == "blocking" else bounds.deferred_us
         print(f"step {time_text(step.step_us)}; no schedule with updates on the device beats {time_text(bound_us)}")
         return
     print(
         f"step {time_text(step.step_us)}; no schedule beats: drafts of all units, and update='backward', "
-        f"{time_text(_C.drafting_bound_us(times))}; update='auto' without drafts "
-        f"{time_text(_C.deferred_bound_us(times))}; 'blocking' {time_text(_C.blocking_bound_us(times))}"
+        f"{time_text(bounds.drafting_us)}; update='auto' without drafts {time_text(bounds.deferred_us)}; "
+        f"'blocking' {time_text(bounds.blocking_us)}"
     )
 
 
@@ -423,12 +437,21 @@ def _machine(args: argparse.Namespace, planned: WrapPlan, device: Device | None 
 
     given = {"fetch": args.fetch_gib_s, "drain": args.drain_gib_s, "update": args.update_gib_s, "tflops": args.tflops}
     host, cores = args.dram_gib_s, args.cores or os.cpu_count() or 1
+    core_tflops, (disk_read, disk_write) = _core_tflops(planned), _disks(args, planned)
     if device is not None:
         of_device = {"fetch": device.link_gib_s, "drain": device.link_gib_s, "tflops": device.tflops}
         given |= {name: value for name, value in of_device.items() if given[name] is None}
         host = host or device.host_gib_s
-        core_tflops, on_device = _core_tflops(planned), device.update_gib_s
-        return Machine(**given, host=host, cores=cores, both_ways=BOTH_WAYS, device=on_device, core_tflops=core_tflops)
+        return Machine(
+            **given,
+            host=host,
+            cores=cores,
+            both_ways=BOTH_WAYS,
+            device=device.update_gib_s,
+            core_tflops=core_tflops,
+            disk_read=disk_read,
+            disk_write=disk_write,
+        )
     missing = tuple(name for name, value in given.items() if value is None and not (name == "update" and args.cores))
     if set(missing) - {"tflops"}:
         speeds = measure_speeds()
@@ -437,7 +460,22 @@ def _machine(args: argparse.Namespace, planned: WrapPlan, device: Device | None 
         dtypes = {slot.dtype for unit in planned.units for slot in unit.parameters}
         dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
         given["tflops"] = measure_matmul_tflops(planned.device, dtype)
-    return Machine(**given, host=host or 0.0, cores=cores, core_tflops=_core_tflops(planned), measured=missing)
+    return Machine(
+        **given,
+        host=host or 0.0,
+        cores=cores,
+        core_tflops=core_tflops,
+        measured=missing,
+        disk_read=disk_read,
+        disk_write=disk_write,
+    )
+
+
+def _disks(args: argparse.Namespace, planned: WrapPlan) -> tuple[float, float]:
+    """Returns GiB/s from all disks together, and to them. Each folder is taken to lie on a disk of its own."""
+    num_disks = len(planned.policy.folders)
+    read, write = args.disk_read_gib_s or DISK_READ_GIB_S, args.disk_write_gib_s or DISK_WRITE_GIB_S
+    return num_disks * read, num_disks * write
 
 
 def _core_tflops(planned: WrapPlan) -> float:
