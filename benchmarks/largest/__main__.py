@@ -69,7 +69,7 @@ def largest(name: str, task: Task, args: argparse.Namespace) -> list[dict[str, A
     attempts: list[dict[str, Any]] = []
 
     def fits(layers: int) -> bool:
-        model = f"family-{layers}"
+        model = f"family-{layers}x{args.width}"
         attempts.append(attempt(name, layers, Task(**{**vars(task), "model": model}), args))
         bound = attempts[-1].get("bound")
         print(f"  {name}: {layers} layers: {bound or 'fits'}", flush=True)
@@ -138,6 +138,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="layers of the first attempt")
     parser.add_argument("--fineness", type=int, help="the next size is larger by one of so many parts at most")
     parser.add_argument("--deadline", type=float, help="seconds after which no other system begins")
+    parser.add_argument("--width", type=int, default=FAMILY[1], help="of the models")
+    parser.add_argument("--files", help="the folder of systems that keep state on a disk; default: in build/rivals")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a step; a multiple of the context if more")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds of one build or step")
     args = parser.parse_args()
@@ -155,6 +157,7 @@ def main() -> int:
         args.host_memory,
         threads=torch.get_num_threads(),
         clip=0.0,  # so that nothing is bounded by what another way to clip needs
+        files=args.files,
     )
     began = _common.hardware()
     names = args.systems
@@ -166,7 +169,7 @@ def main() -> int:
         "device_memory": args.device_memory,
         "host_memory": args.host_memory,
         "dtype": args.dtype,
-        "family": FAMILY,
+        "family": (FAMILY[0], args.width, FAMILY[2]),
         "tokens": args.tokens,
         "has_device": has_device,
         "fineness": 1 / args.fineness,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import noria
 import torch
 from noria.wrapped import wrapped_by
+from torch import nn
 
 from benchmarks.systems.task import PlainLoop, Task, mean
 
@@ -24,7 +29,6 @@ class Noria(PlainLoop):
         self.policy = {
             "device": task.device,
             "device_memory": task.device_memory or "auto",
-            "host_memory": task.host_memory or "auto",
             "dtype": torch.bfloat16 if task.dtype == "bf16" else None,
             "kernel": "fused",
             "update": self.update,
@@ -33,7 +37,12 @@ class Noria(PlainLoop):
             "state_dtype": self.state_dtype,
             "max_grad_norm": task.clip if task.clip and self.clips and not self.calls_clip else None,
         }
+        self.policy |= self.home()
         noria.wrap(self.model, self.optimizer, **self.policy)
+
+    def home(self) -> dict[str, Any]:
+        """Fields of the policy: where weights, gradients and optimizer state lie."""
+        return {"host_memory": self.task.host_memory or "auto"}
 
     def finish(self):
         wrapped_by(self.model).context.engine.idle()
@@ -102,3 +111,23 @@ class NoriaBackward8Bit(NoriaBackward):
     """The least host memory: as `NoriaBackward`, with moments of 8 bits."""
 
     state_dtype = "8bit"
+
+
+class NoriaFiles(NoriaBackward):
+    """As `NoriaBackward`. All state that can lie in files does: `host_memory` is the least."""
+
+    def home(self):
+        files = self.task.files or str(Path(self.task.tokens).with_name("files"))
+        least = least_host_memory(self.model, self.optimizer, **self.policy, files=files)
+        return {"files": files, "host_memory": min(least, self.task.host_memory or least)}
+
+
+def least_host_memory(model: nn.Module, optimizer: torch.optim.Optimizer, **policy: Any) -> int:
+    """Returns bytes: what the refusal of less names."""
+    try:
+        noria.plan(model, optimizer, **policy, host_memory=1)
+    except noria.UsageError as refusal:
+        if found := re.search(r"host_memory of at least .*?\((\d+) bytes\)", str(refusal)):
+            return int(found[1])
+        raise
+    raise AssertionError("a plan within one byte")

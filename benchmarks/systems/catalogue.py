@@ -29,6 +29,7 @@ SYSTEMS = {
     "noria draft_memory=0": Entry("by_noria", "NoriaLean", what="update=auto, built-in clip, no drafts"),
     "noria backward": Entry("by_noria", "NoriaBackward", what="update=backward; cannot clip"),
     "noria backward 8bit": Entry("by_noria", "NoriaBackward8Bit", what="as noria backward; moments of 8 bits"),
+    "noria files": Entry("by_noria", "NoriaFiles", what="as noria backward; optimizer state in files"),
     "ZeRO-2 Offload": Entry("by_deepspeed", "Zero2", "deepspeed", "optimizer on the host"),
     "ZeRO-3 Offload": Entry("by_deepspeed", "Zero3", "deepspeed", "optimizer on the host"),
     "ZeRO-3 Offload weights": Entry("by_deepspeed", "Zero3Weights", "deepspeed", "optimizer and weights on the host"),

@@ -31,14 +31,15 @@ MODELS = {
     "gpt-13b": (40, 40, 5120, 2048),
 }
 GPT2_VOCABULARY = 50304
-FAMILY = (16, 2048, 256)  # of `largest`: heads, width, context; any number of layers
+FAMILY = (16, 2048, 256)  # of `largest`: heads, width unless another one is named, context; any number of layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """`tokens`: the file of the text's token ids. `device_memory`, `host_memory`: bytes, None: as much as there is.
     `dtype`: "fp32", or "bf16": working copies of that and fp32 masters. `clip`: norm of all gradients, 0: none.
-    `micro_batches`: of each step, accumulated."""
+    `micro_batches`: of each step, accumulated. `files`: the folder of a system that keeps some of its state on a disk;
+    None: one beside `tokens`."""
 
     model: str
     tokens: str
@@ -54,12 +55,14 @@ class Task:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    files: str | None = None
 
     @property
     def config(self) -> GPTConfig:
-        if self.model.startswith("family-"):  # family-<layers>
-            heads, width, context = FAMILY
-            return GPTConfig(1024, context, int(self.model.removeprefix("family-")), heads, width)
+        if self.model.startswith("family-"):  # family-<layers>, family-<layers>x<width>
+            heads, widest, context = FAMILY
+            layers, _, width = self.model.removeprefix("family-").partition("x")
+            return GPTConfig(1024, context, int(layers), heads, int(width or widest))
         layers, heads, width, context = MODELS[self.model]
         vocabulary = GPT2_VOCABULARY if self.model.startswith("gpt2") else VOCABULARY
         return GPTConfig(vocabulary, context, layers, heads, width, tied=True)
