@@ -1,0 +1,161 @@
+"""Ways to read and write files on a disk: noria's door to files, and `fio` under the same conditions.
+
+Each way has as many bytes to read as to write. All of them have been written before anything is measured, so that no
+way waits for a file system that looks for space.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+import _common
+from noria import _C
+
+DIRECTIONS = ("read", "write", "both")
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """`file_bytes`: to read, and as many to write. `record`: what noria reads or writes by one call. `depth`: requests
+    that are under way at once, each of `part` bytes."""
+
+    file_bytes: int
+    record: int = 256 * MIB
+    depth: int = 16
+    part: int = MIB
+
+    def bytes_of(self, direction: str) -> int:
+        return self.file_bytes * (2 if direction == "both" else 1)
+
+
+class Way(Protocol):
+    def seconds(self, direction: str) -> float: ...
+
+
+class Memory:
+    """Whole pages, to read into and to write from. What is written has no pattern that a disk could shorten."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._read, self._write = mmap.mmap(-1, num_bytes), mmap.mmap(-1, num_bytes)
+        for begin in range(0, num_bytes, MIB):
+            end = min(begin + MIB, num_bytes)
+            self._write[begin:end] = self._read[begin:end] = os.urandom(end - begin)
+        self.to_read, self.to_write = (
+            ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (self._read, self._write)
+        )
+
+
+class Door:
+    """noria's: one half of its records is read, and the other half is written."""
+
+    def __init__(self, folder: Path, traffic: Traffic, memory: Memory, door: str = "auto") -> None:
+        """`memory`: at least a record."""
+        self._store = _C.FileStore([str(folder)], door=door, depth=traffic.depth, part=traffic.part)
+        self._memory = memory
+        left = traffic.file_bytes
+        sizes = [min(traffic.record, left - begin) for begin in range(0, left, traffic.record)]
+        self._to_read, self._to_write = ([self._store.add(size) for size in sizes] for _ in range(2))
+        self._store.reserve()
+        for record in self._to_read:
+            self._store.write(record, memory.to_write)
+        self._write()
+
+    @property
+    def name(self) -> str:
+        return self._store.door
+
+    @property
+    def notes(self) -> list[str]:
+        return self._store.notes
+
+    def seconds(self, direction: str) -> float:
+        return _common.seconds({"read": self._read, "write": self._write, "both": self._both}[direction])
+
+    def _read(self) -> None:
+        for record in self._to_read:
+            self._store.read(record, self._memory.to_read)
+
+    def _write(self) -> None:
+        for record in self._to_write:
+            self._store.write(record, self._memory.to_write)
+
+    def _both(self) -> None:
+        failures: list[Exception] = []
+
+        def write() -> None:
+            try:
+                self._write()
+            except Exception as error:
+                failures.append(error)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            self._read()
+        finally:
+            writer.join()
+        if failures:
+            raise failures[0]
+
+
+class Fio:
+    """One file is read and another one written, each by a job of its own. No fsync, as noria has none."""
+
+    def __init__(self, folder: Path, traffic: Traffic) -> None:
+        self._folder, self._traffic = folder, traffic
+        self.engine, self.notes = "io_uring", list[str]()
+        try:
+            self._run("write")
+        except RefusedError as refusal:
+            self.notes.append(f"fio uses libaio: {refusal}")
+            self.engine = "libaio"
+            self._run("write")
+        (folder / "fio.write").rename(folder / "fio.read")
+        self._run("write")
+
+    @staticmethod
+    def why_missing() -> str | None:
+        return None if shutil.which("fio") else "there is no fio: apt-get install fio"
+
+    def seconds(self, direction: str) -> float:
+        """By fio's own clock: from the start of its jobs to the end of the last one."""
+        return self._run(*(("read", "write") if direction == "both" else (direction,)))
+
+    def _run(self, *directions: str) -> float:
+        traffic = self._traffic
+        command = ["fio", "--output-format=json", f"--ioengine={self.engine}", "--direct=1", f"--bs={traffic.part}"]
+        command += [f"--iodepth={traffic.depth}", f"--size={traffic.file_bytes}", "--fallocate=posix", "--overwrite=1"]
+        for each in directions:
+            command += [f"--name={each}", f"--rw={each}", f"--filename={self._folder / f'fio.{each}'}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        jobs = jobs_in(done.stdout)
+        if done.returncode != 0 or not jobs or any(job["error"] for job in jobs):
+            raise RefusedError((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1])
+        found = [job[each] for job, each in zip(jobs, directions, strict=True)]
+        if any(each["io_bytes"] != traffic.file_bytes for each in found):
+            raise RefusedError(f"fio moved {[each['io_bytes'] for each in found]} bytes, not {traffic.file_bytes} each")
+        return max(each["runtime"] for each in found) / 1e3
+
+    def close(self) -> None:
+        for each in ("read", "write"):
+            (self._folder / f"fio.{each}").unlink(missing_ok=True)
+
+
+class RefusedError(Exception):
+    """What fio said, in a line."""
+
+
+def jobs_in(printed: str) -> list[dict[str, Any]]:
+    """fio may print notes before its JSON."""
+    begin = printed.find("{")
+    return json.loads(printed[begin:])["jobs"] if begin >= 0 else []
