@@ -1,0 +1,50 @@
+"""Waits of ops that move state between files and host memory matter: left out, with its giver late, a kind of wait
+changes a run, or ends it. Kept, it does not.
+
+State that has not been read yet may have no memory. An op that comes too early then ends its process, or fails.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.journeys.file_runs import Runs, differ, runs_in
+from tests.killed_run import SAVE_EVERY
+
+KINDS = [
+    "read_state -> update on state_slot (WAW)",
+    "update -> write_state on state_slot (RAW)",
+    "write_state -> read_state on state_slot (WAR)",
+    "read_state -> load on state_slot (WAW)",
+]
+ENDED_BY_ACCESS = (-signal.SIGSEGV, -signal.SIGBUS)
+POLICY = 0
+REFUSED = "noria.MachineError: record"  # what was written is not what was read, or could not be written
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with runs_in(tmp_path_factory.mktemp("waits")) as runs:
+        yield runs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_wrong_without_this_kind_of_wait_and_right_with_it(runs, kind):
+    folder = runs.new_folder()
+    prompt = runs.train(folder / "prompt.pt", POLICY, until=SAVE_EVERY)
+    assert kind in json.loads(prompt.out.splitlines()[-2])
+    for hold_us in (2_000, 10_000, 50_000):  # later and later, should the machine be busy
+        orders = {"until": SAVE_EVERY, "hold_us": {kind.split()[0]: hold_us}}
+        runs.train(folder / f"kept {hold_us}", POLICY, **orders)
+        assert not differ(folder / f"kept {hold_us}", folder / "prompt.pt")
+        omitted = runs.run(folder / f"omitted {hold_us}", POLICY, omit=kind, **orders)
+        if omitted.status in ENDED_BY_ACCESS or REFUSED in omitted.error:
+            return
+        assert omitted.status == 0, f"{omitted.status}: {omitted.out}{omitted.error}"
+        if differ(folder / f"omitted {hold_us}", folder / "prompt.pt"):
+            return
+    pytest.fail("nothing went wrong without it: the wait is not needed, or this run does not show why")
