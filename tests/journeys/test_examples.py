@@ -280,6 +280,36 @@ def test_a_pipeline_whose_last_stage_lends_the_first_memory_has_the_bits_of_plai
     assert set(lent[: lent.index(max(lent))]) == {0}
 
 
+FILES = "--steps 4 --save-every 2 --kill-at 3 --width 64 --vocab 300 --text-bytes 60000"
+
+
+def test_a_gpt_whose_home_is_twice_host_memory_is_killed_and_ends_with_the_same_bits(run, tmp_path):
+    status, printed = run("examples/10_files.py", f"{FILES} --folder {tmp_path}")
+    assert status == 0, printed
+    assert printed.count("\nyes  ") == 4 and "NO " not in printed
+    assert printed.count("resumed after step 2") == 1 and "\n  step   3  loss" in printed.partition("killed")[0]
+    told = r"home is (\S+) MiB, host_memory is (\S+) MiB: (\S+) MiB are taken there, (\S+) MiB in files"
+    sizes = [tuple(map(float, each)) for each in re.findall(told, printed)]
+    assert len(sizes) == 2
+    for home, limit, taken, in_files in sizes:
+        assert taken <= limit == pytest.approx(home / 2, abs=0.1)
+        assert taken + in_files > home
+    assert not os.listdir(tmp_path)
+
+
+def test_that_example_fails_when_one_bit_of_one_moment_or_one_loss_differs(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    compare = runpy.run_path(str(ROOT / "examples/10_files.py"))["compare"]
+
+    def checkpoint(moment: float = 1.0, loss: float = 2.0) -> dict[str, Any]:
+        state = {0: {"exp_avg": torch.tensor([moment])}}
+        return {"model": {"weight": torch.ones(2)}, "optimizer": {"state": state}, "losses": [loss]}
+
+    assert [kept for kept, _ in compare(checkpoint(), checkpoint())] == [True] * 3
+    assert [kept for kept, _ in compare(checkpoint(), checkpoint(moment=1 + 2**-23))] == [True, True, False]
+    assert [kept for kept, _ in compare(checkpoint(), checkpoint(loss=2 + 2**-50))] == [False, True, True]
+
+
 @pytest.mark.parametrize("script", ["examples/04_sharded_gpt.py", "examples/05_pipeline_d2d.py"])
 @pytest.mark.parametrize("num_devices, backend", [(0, "gloo"), (1, "gloo"), (2, "nccl")])
 def test_two_processes_use_cuda_where_each_has_a_device(run, monkeypatch, script, num_devices, backend):
