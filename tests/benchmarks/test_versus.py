@@ -235,7 +235,7 @@ def test_systems_that_were_not_begun_in_time_are_in_the_result(task, own_folder,
 def test_an_attempt_is_held_to_the_limit_of_the_host(task, own_folder):
     """Three steps of a small model within enough, and within too little."""
     family = Task(**{**vars(task), "model": "family-1", "dtype": "bf16", "clip": 0.0})
-    args = mock.Mock(device_memory=1 << 30, host_memory=8 << 30, patience=900.0)
+    args = mock.Mock(device_memory=1 << 30, host_memory=8 << 30, patience=900.0, tokens=largest.TOKENS)
     fits = largest.attempt("noria backward", 1, family, args)
     assert "bound" not in fits and len(fits["losses"]) == largest.STEPS
     assert 10 * fits["parameters"] < fits["host_bytes"] < 8 << 30
