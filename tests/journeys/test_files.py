@@ -129,7 +129,7 @@ def test_files_have_the_bits_of_memory(update, state_dtype, dtype, folder):
     # The low bits that `wrap` has written last are still in slots, and not yet in the file.
     late = files.num_slots if dtype is not None else 0
     assert 0 <= after["write"] - before["write"] - num_units * 5 <= late
-    assert after["read"] - before["read"] >= num_units
+    assert num_units <= after["read"] - before["read"] <= num_units * 5  # once a step
     assert faults.num_faults > 0
     assert_alike(there, here)
 

@@ -13,7 +13,9 @@ __all__ = ["FileOps"]
 
 
 class FileOps:
-    """Gives units slots as csrc/engine/file_states.h does: that of the unit whose last use is longest ago.
+    """Gives units slots as csrc/engine/file_states.h does.
+
+    The unit whose last use is longest ago loses its slot. One that was brought ahead does so only if there is no other.
 
     A read is issued when the op that writes `begun` has ended, and not before.
     """
@@ -38,8 +40,7 @@ class FileOps:
         if unit in self._slots:
             self._slots[unit] = self._slots.pop(unit)
             return
-        slot = self._free.popleft() if self._free else self._slots.pop(next(iter(self._slots)))
-        self._slots[unit] = slot
+        self._slots[unit] = slot = self._free.popleft() if self._free else self._slots.pop(self._leaving())
         accesses = [(self._record(unit), "read"), (self._slot(slot), "write"), (self._begun, "read")]
         yield SimulatedOp("read", "read_state", unit, self._files.sizes[unit], accesses)
 
@@ -57,6 +58,10 @@ class FileOps:
     def written(self) -> list[tuple[int, str]]:
         """Returns the accesses of an op that waits until all is written."""
         return [(self._record(unit), "read") for unit in self._files.sizes]
+
+    def _leaving(self) -> int:
+        """Returns the unit that loses its slot."""
+        return next((unit for unit in self._slots if unit not in self._ahead), next(iter(self._slots)))
 
     def _bring_ahead(self) -> Iterator[SimulatedOp]:
         while self._expected and len(self._ahead) < self._files.num_slots - 1:  # one is left for the unit in use
