@@ -72,6 +72,12 @@ class FileState:
             return read()
         with self._one_at_a_time:
             self.touch(unit)
+            if torn := self._engine.torn():  # a write has failed, and a touch may give zeros
+                raise usage_error(
+                    "state in files of one step",
+                    f"weights and optimizer state of different steps: {torn}",
+                    "load a checkpoint of both: model.load_state_dict and optimizer.load_state_dict",
+                )
             return read().clone()
 
     def show(self, units: list[int]) -> None:

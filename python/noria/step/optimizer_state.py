@@ -131,6 +131,8 @@ class HomeState:
         if parameter is None:
             slots = list(self.members.slots())
         self.context.files.show(list(dict.fromkeys(slot.unit for slot in slots if slot is not None)))
+        if not self.run.is_loading(self):
+            self.run.require_consistent("a look at optimizer.state")  # a write to a file may have failed since
 
     def settle(self, parameter: object) -> None:
         """Finishes the updates of one parameter before its state is read. None means all parameters."""
@@ -319,6 +321,7 @@ class HomeState:
             if self.dtype != "fp32" and self.members.fuses(slot.unit):
                 values = plain_values(values, widen=True)
             states[slot.index] = values
+        self.run.require_consistent("a look at optimizer.state")  # a write to a file may have failed since
         whole = whole_states(self.context, self.sync, states)
         return shown | {slot.parameter: whole[slot.index] for slot in slots}
 
