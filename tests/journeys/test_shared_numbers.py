@@ -67,7 +67,7 @@ def report_with_trace(size: int, rank: int, trace: pathlib.Path, policy: dict[st
         "forward_collect_us": 3_000_000,
         "backward_collect_us": 4_000_000,
     }
-    found, steps = _bound(wrapped, slowed, 1e6), slowed["num_steps"]
+    found, steps = _bound(wrapped, slowed, 1e6, None), slowed["num_steps"]
     assert found is not None and found.deferred_us == found.drafting_us == 7e6 / steps
     assert "collect " in str(noria.report(model))
 
