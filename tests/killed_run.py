@@ -7,6 +7,8 @@ noria.save; of ops that are done on the lane "read" or "write". The other thread
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import signal
@@ -67,7 +69,8 @@ def die_behind(model: nn.Module, lane: str, last: int) -> None:
 
 def run(rank: int, size: int, folder: Path, orders: dict[str, Any], timeout_s: float) -> None:
     """`orders`: the `checkpoint` to go on from and to save; `policy`; the `seed` of all that is late. These may lack:
-    `kill`, a moment and its number; `until`, the step to end at; `omit`, a kind of wait; `hold_us`, by verb."""
+    `kill`, a moment and its number; `counts`, that it counts calls; `until`, the step to end at; `omit`, a kind of
+    wait; `hold_us`, by verb."""
     torch.set_num_threads(1)
     checkpoint, (moment, number) = Path(orders["checkpoint"]), orders.get("kill", ("never", 0))
     faults = _C.RandomFileFaults(orders["seed"], short_answers=0.2, interruptions=0.1, max_delay_us=300)
@@ -83,7 +86,8 @@ def run(rank: int, size: int, folder: Path, orders: dict[str, Any], timeout_s: f
     elif moment in LANES:
         die_behind(model, moment, num_ops(model, moment) + number)
     counted = {lane: -num_ops(model, lane) for lane in LANES if "files" in orders["policy"]}
-    sys.setprofile(calls)
+    if "counts" in orders or moment.endswith("calls"):
+        sys.setprofile(calls)
     for step in range(begin, orders.get("until", STEPS)):
         train(model, optimizer, step, step + 1)
         if (step + 1) % SAVE_EVERY == 0:
@@ -99,4 +103,7 @@ def run(rank: int, size: int, folder: Path, orders: dict[str, Any], timeout_s: f
 
 
 if __name__ == "__main__":
+    importlib.import_module("torch._dynamo")  # a first optimizer would, in each process
+    gc.collect()
+    gc.freeze()  # noria.wrap collects, and would look at all that has been imported
     serve(run)

@@ -60,7 +60,7 @@ class Runs:
             return
         self.whole[policy], again = self.new_folder() / "whole.pt", self.new_folder() / "again.pt"
         self.train(self.whole[policy], policy, with_files=False)
-        counted = self.train(again, policy)
+        counted = self.train(again, policy, counts=True)
         assert_same_bits(values(self.whole[policy]), values(again))
         self.counts[policy] = json.loads(counted.out.splitlines()[-1])
 

@@ -28,19 +28,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         yield runs
 
 
-def kill_and_resume(runs: Runs, policy: int, moment: str, share: float, seed: int = 0) -> tuple[int, bool]:
-    """`share`: how far the run, or its save, has come when it is killed. Gives the step that was resumed, and whether a
-    part of a checkpoint lay beside the last one."""
+def kill_and_resume(runs: Runs, policy: int, moment: str, share: float, seed: int = 0) -> tuple[int, float]:
+    """`share`: how far the run, or its save, has come when it is killed. Gives the step that was resumed, and how much
+    of the next checkpoint lay beside it: 1.0 is all."""
     runs.prepare(policy)
     checkpoint = runs.new_folder() / "run.pt"
     runs.train(checkpoint, policy, seed=seed, kill=(moment, max(1, round(share * runs.counts[policy][moment]))))
     saved = step_of(checkpoint)
-    is_in_part = checkpoint.with_name("run.pt.part").exists()
+    part = checkpoint.with_name("run.pt.part")
+    part_bytes = part.stat().st_size if part.exists() else 0
     resumed = runs.train(checkpoint, policy, seed=seed + 1)
     assert f"began at {saved}\n" in resumed.out
     assert_same_bits(values(runs.whole[policy]), values(checkpoint))
     assert os.listdir(checkpoint.parent) == ["run.pt"]
-    return saved, is_in_part
+    return saved, part_bytes / checkpoint.stat().st_size
 
 
 def step_of(checkpoint: Path) -> int:
@@ -56,9 +57,12 @@ def test_a_killed_run_is_resumed_with_the_bits_of_one_that_was_not(runs, policy,
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before(runs):
-    resumed, is_in_part = kill_and_resume(runs, 0, "save calls", 0.5)
-    assert is_in_part
-    assert resumed == KILLED_SAVE - SAVE_EVERY
+    for share in (0.4, 0.35, 0.45, 0.3, 0.5):  # which of them come while the file is written is torch's matter
+        resumed, written = kill_and_resume(runs, 0, "save calls", share)
+        assert resumed == KILLED_SAVE - SAVE_EVERY
+        if 0 < written < 1:
+            return
+    pytest.fail("no kill has come while the file was written")
 
 
 def test_what_is_resumed_from_another_step_differs(runs):
