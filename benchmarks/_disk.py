@@ -1,7 +1,7 @@
 """Ways to read and write files on a disk: noria's door to files, and `fio` under the same conditions.
 
-Each way has as many bytes to read as to write. All of them have been written before anything is measured, so that no
-way waits for a file system that looks for space.
+Each way reads and writes equal numbers of bytes. All bytes are written once before the measurement. So no way waits for
+a file system that looks for space.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """`file_bytes`: to read, and as many to write. `record`: what noria reads or writes by one call. `depth`: requests
-    that are under way at once, each of `part` bytes."""
+    """`file_bytes`: the bytes to read, and also the bytes to write. `record`: the bytes of one call of noria. `depth`:
+    how many requests are under way at once. Each has `part` bytes."""
 
     file_bytes: int
     record: int = 256 * MIB

@@ -18,7 +18,7 @@ and W are the time to read and to write each record once, at the speed that the 
     bound      max(T, R, W): no schedule could be faster
     own bound  the same for update="backward". In "auto", updates run between `step()` and the next forward's visits, so
                only that forward hides reads and most writes: max(F, R, W') + B, if that is more. W' lacks the writes of
-               the last units, as many as there are slots.
+               the last units: one for each slot.
 
 A step within 1.10 of its bound is the aim. No run drafts, for units in files are not drafted.
 """

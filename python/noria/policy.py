@@ -102,8 +102,8 @@ class Policy:
     It consists of moments, and of low bits of masters. A unit's state comes to host memory for each update and goes
     back, while the device computes. Several folders share every unit's state, so that their disks work at once. A
     folder must be your own, no link, and not writable for others; noria makes it if only its last part is missing. The
-    files have no names there, and the system gives their space back when the process ends. Only
-    noria's own kernels update state that lies in files, and only on the host."""
+    files have no names there, and the system gives their space back when the process ends. Only noria's own kernels
+    update state that lies in files, and only on the host."""
 
     file_memory: str | int = "auto"
     """A limit on the bytes in `files`: "200GiB" or bytes. "auto": no limit."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from noria import _C
 
-__all__ = ["READS", "WRITES", "Bounds", "bounds_of"]
+__all__ = ["READS", "WRITES", "Bounds", "bounds_of", "times_without_files"]
 
 READS, WRITES = "reads from disk", "writes to disk"
 """The names of what the disk is the wall for."""
@@ -22,6 +22,11 @@ class Bounds:
     drafting_us: float
 
 
+def times_without_files(times: Mapping[str, float]) -> _C.StepTimes:
+    """Returns the times of a step without `read_us` and `write_us`."""
+    return _C.StepTimes(**{name: us for name, us in times.items() if name not in ("read_us", "write_us")})
+
+
 def bounds_of(times: Mapping[str, float]) -> Bounds:
     """Returns the bounds of a step.
 
@@ -30,10 +35,9 @@ def bounds_of(times: Mapping[str, float]) -> Bounds:
             writes to them, each alone. A missing one takes no time.
     """
     update_us, read_us, write_us = (times.get(name, 0.0) for name in ("update_us", "read_us", "write_us"))
-    plain = {name: us for name, us in times.items() if name not in ("read_us", "write_us")}
 
     def step(*during_updates: float) -> _C.StepTimes:
-        return _C.StepTimes(**plain | {"update_us": max(update_us, *during_updates)})
+        return times_without_files({**times, "update_us": max(update_us, *during_updates)})
 
     # A mode reads while it updates. "blocking" writes then too. In the others writes may go on until the next ones.
     return Bounds(

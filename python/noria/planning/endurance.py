@@ -7,7 +7,7 @@ from noria.policy import format_bytes
 __all__ = ["RATED_BYTES", "days_until_worn", "endurance_text"]
 
 RATED_BYTES = 600e12
-"""Bytes that a disk is rated to take: 600 TBW, as many consumer disks of 1 TB are."""
+"""Bytes that a disk is rated to take. 600 TBW is common for consumer disks of 1 TB."""
 
 
 def days_until_worn(written: float, step_us: float, num_disks: int) -> float:

@@ -12,7 +12,7 @@ from torch import nn
 from noria import _C
 from noria.model.inner_tensors import tensors_in
 from noria.model.layout import HomeUnit
-from noria.planning.bounds import Bounds, bounds_of
+from noria.planning.bounds import Bounds, bounds_of, times_without_files
 from noria.planning.file_simulation import FileOps
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.saved_simulation import SavedOps
@@ -474,7 +474,7 @@ class PlannedStep:
 
     def times(self) -> _C.StepTimes:
         """Returns the time of each kind of op if it were alone. `needs` has those of files besides."""
-        return _C.StepTimes(**{name: us for name, us in self.needs().items() if name not in ("read_us", "write_us")})
+        return times_without_files(self.needs())
 
     def bounds(self) -> Bounds:
         """Returns the time that no schedule of a mode beats, by mode."""

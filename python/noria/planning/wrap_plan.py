@@ -380,7 +380,7 @@ def make_plan(
         files = choose_files(kernels, lean, room, to_bytes(policy.file_memory))
         if files.sizes:
             files = dataclasses.replace(files, instead=_file_bytes_instead(kernels, ring, state_bytes, room))
-        if not files.sizes:
+        else:
             has_room = sum(region.bytes for region in lean) <= room
             reason = "host memory has room for all" if has_room else "noria's kernels update no unit that has moments"
             unpredicted.append(f"nothing lies in files: {reason}")
