@@ -165,6 +165,21 @@ class CountingInState(Own):
         return group["lr"] / self.state["steps"]
 
 
+class LookingAtState(Own):
+    """Reads all of its state inside of its step, in each way that a dict has."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
+        found = [values["seen"] for values in self.state.values()] + [each["seen"] for _, each in self.state.items()]
+        self.mean = sum(found) / len(found)
+        return super().step(closure)
+
+    def rate(self, group, p):
+        return group["lr"] / self.mean
+
+
 class Scaled(Own):
     scale = 1.0
 
@@ -275,7 +290,7 @@ KEEPS_GRADIENTS = pytest.param(
     WithPrevious,
     marks=pytest.mark.cpu_only("a gradient that is kept in step() lies at home, and not where p.grad does"),
 )
-OWN = [CountingInGroups, CountingInState, Counting, Remembering, KEEPS_GRADIENTS, Halving]
+OWN = [CountingInGroups, CountingInState, LookingAtState, Counting, Remembering, KEEPS_GRADIENTS, Halving]
 
 
 @pytest.mark.sampled(3)

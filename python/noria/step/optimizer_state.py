@@ -127,9 +127,9 @@ class HomeState:
     def look(self, parameter: object) -> None:
         """Finishes updates as `settle` does. State that lies in files then has memory until the next step."""
         self.settle(parameter)
-        slots = [self.context.slot_of.get(parameter)] if isinstance(parameter, nn.Parameter) else []
-        if parameter is None:
-            slots = list(self.members.slots())
+        looked_at = dict.keys(self.shown) if parameter is None else [parameter]
+        # What a step has in place of the parameters has no slot, and no state in files.
+        slots = [self.context.slot_of.get(each) for each in looked_at if isinstance(each, nn.Parameter)]
         self.context.files.show(list(dict.fromkeys(slot.unit for slot in slots if slot is not None)))
         if not self.run.is_loading(self):
             self.run.require_consistent("a look at optimizer.state")  # a write to a file may have failed since
