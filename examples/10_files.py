@@ -63,6 +63,8 @@ def run(args: argparse.Namespace, checkpoint: Path, files: Path | None = None, k
             print("  " + line, end="", flush=True)
             if kill_at is not None and line.startswith(f"step {kill_at:>3} "):
                 process.kill()
+    if process.returncode > 0:  # it has said why
+        sys.exit(process.returncode)
     return process.returncode
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from noria.testing import assert_same_bits
 
-from tests.device import SHARES
+from tests.device import NEEDS_FULL_HOST, SHARES
 
 ROOT = Path(__file__).parents[2]
 TINY_DEMO = "--steps 8 --twin-steps 4 --layers 12 --width 64 --vocab 400 --text-bytes 60000 --generate 3 --out {out}"
@@ -283,6 +283,7 @@ def test_a_pipeline_whose_last_stage_lends_the_first_memory_has_the_bits_of_plai
 FILES = "--steps 4 --save-every 2 --kill-at 3 --width 64 --vocab 300 --text-bytes 60000"
 
 
+@NEEDS_FULL_HOST
 def test_a_gpt_whose_home_is_twice_host_memory_is_killed_and_ends_with_the_same_bits(run, tmp_path):
     status, printed = run("examples/10_files.py", f"{FILES} --folder {tmp_path}")
     assert status == 0, printed

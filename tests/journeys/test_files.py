@@ -27,7 +27,7 @@ from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
 
-from tests.device import DEVICE
+from tests.device import DEVICE, NEEDS_FULL_HOST
 from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, adamw, go_on_here, loss_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -416,8 +416,14 @@ def test_averages_of_masters_whose_low_bits_lie_in_files(folder):
     assert all("low bits" in record for record in wrapped_by(here[0]).context.plan.files.offsets.values())
     assert_same_bits(*found)
     assert_alike(there, here)
+
+
+@NEEDS_FULL_HOST
+def test_averages_that_have_no_room_beside_state_in_files_are_refused(folder):
+    options = {"device": DEVICE, "dtype": torch.bfloat16, "files": folder}
+    model, _ = wrapped(**options, host_memory=least_host_memory(**options))
     with pytest.raises(noria.UsageError, match="averaged weights"):
-        noria.ema(here[0], 0.5)
+        noria.ema(model, 0.5)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
