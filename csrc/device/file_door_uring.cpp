@@ -27,6 +27,11 @@ constexpr Bytes kMostInOneBuffer{std::int64_t{1} << 30};  // the kernel's limit 
 
 std::string text_of(int error) { return std::strerror(error < 0 ? -error : error); }
 
+struct Answer {
+  std::size_t request;
+  std::int64_t value;
+};
+
 class UringDoor final : public FileDoor {
  public:
   explicit UringDoor(const FileDoorOptions& options)
@@ -70,32 +75,38 @@ class UringDoor final : public FileDoor {
       requests.emplace_back(way, part, *faults_);
     }
     std::exception_ptr failure;
-    const auto answered = [&](std::size_t request, std::int64_t answer) {
+    const auto take = [&](const Answer& answer) {
       try {
-        if (!requests[request].end(answer)) waiting.push_front(request);
+        if (!requests[answer.request].end(answer.value)) waiting.push_front(answer.request);
       } catch (...) {
         if (!failure) failure = std::current_exception();
       }
     };
     std::size_t num_under_way = 0;
-    while (num_under_way > 0 || (!waiting.empty() && !failure)) {
+    std::deque<Answer> answers;  // to be taken
+    while (num_under_way > 0 || !answers.empty() || (!waiting.empty() && !failure)) {
       while (num_under_way < depth_ && !waiting.empty() && !failure) {
         const std::size_t request = waiting.front();
         waiting.pop_front();
         if (const std::int64_t fault = requests[request].begin(); fault != 0) {
-          answered(request, fault);
+          take({request, fault});
           continue;
         }
         ask(way, requests[request], request);
         ++num_under_way;
+        submit(0);  // the disk works on it while the next one's checksum is taken
       }
-      if (num_under_way == 0) continue;
-      await_one();
+      if (answers.empty() && num_under_way > 0) submit(1);
       io_uring_cqe* answer = nullptr;
       while (io_uring_peek_cqe(&ring_, &answer) == 0) {
-        answered(io_uring_cqe_get_data64(answer), answer->res);
+        answers.push_back({static_cast<std::size_t>(io_uring_cqe_get_data64(answer)), answer->res});
         io_uring_cqe_seen(&ring_, answer);
         --num_under_way;
+      }
+      // To take the answer of a read is to take a checksum. What has become free is asked for first, above.
+      if (!answers.empty() && (num_under_way == depth_ || waiting.empty() || failure)) {
+        take(answers.front());
+        answers.pop_front();
       }
     }
     if (failure) std::rethrow_exception(failure);
@@ -131,12 +142,14 @@ class UringDoor final : public FileDoor {
     return end <= expected_ && end <= kMostInOneBuffer * (buffer + 1) ? static_cast<int>(buffer) : -1;
   }
 
-  void await_one() NORIA_REQUIRES(turn_) {
+  // Gives the kernel what has been asked for. Then waits until `answers` more requests have been answered.
+  void submit(unsigned answers) NORIA_REQUIRES(turn_) {
     while (true) {
-      const int error = io_uring_submit_and_wait(&ring_, 1);
+      const int error = io_uring_submit_and_wait(&ring_, answers);
       if (error >= 0) return;
       // The kernel may still be using the memory of what is under way, so the call cannot end here.
       NORIA_INVARIANT(error == -EINTR || error == -EAGAIN || error == -EBUSY, "io_uring: " + text_of(error));
+      if (answers == 0) return;  // what it did not take is given to it again by the next call
     }
   }
 
