@@ -109,9 +109,20 @@ void bind_files(py::module_& m) {
       .def(
           "write", [](FileStore& store, int record, std::uintptr_t memory) { store.write(record, address(memory)); },
           py::arg("record"), py::arg("memory"), Release())
+      .def(
+          "expect_memory",
+          [](FileStore& store, std::uintptr_t memory, std::int64_t bytes) {
+            store.expect_memory(address(memory), Bytes{bytes});
+          },
+          py::arg("memory"), py::arg("bytes"), Release())
       .def_property_readonly("file_bytes", [](const FileStore& store) { return store.file_bytes().count; })
       .def_property_readonly("door", &FileStore::door_name)
       .def_property_readonly("notes", &FileStore::notes);
+  py::class_<SharedPages>(m, "SharedPages")
+      .def(py::init([](std::int64_t bytes) { return std::make_unique<SharedPages>(Bytes{bytes}); }), py::arg("bytes"),
+           Release())
+      .def_property_readonly("address",
+                             [](const SharedPages& pages) { return reinterpret_cast<std::uintptr_t>(pages.data()); });
   py::class_<FileHome, std::shared_ptr<FileHome>>(m, "FileHome")
       .def(py::init([](const std::vector<std::string>& folders, const std::vector<std::int64_t>& sizes, int num_slots,
                        std::shared_ptr<Pace> pace, std::shared_ptr<FileFaults> faults, const std::string& door) {

@@ -63,6 +63,18 @@ std::byte* map_shared_pages(int fd, Bytes bytes) {
   return nullptr;
 }
 
+// Settings for huge pages do not matter to this call, and it does not wait for the kernel's own thread. The kernel
+// joins no pages where none has been touched yet.
+void join_pages(std::byte* memory, Bytes bytes) {
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, of Linux 6.1; others refuse it
+  const Bytes size{bytes.count / kDeviceAlignment.count * kDeviceAlignment.count};
+  for (Bytes at; at < size; at += kDeviceAlignment) {
+    volatile std::byte* const touched = memory + at.count;
+    *touched = *touched;
+  }
+  if (size > Bytes{0}) madvise(memory, static_cast<std::size_t>(size.count), kCollapse);
+}
+
 void unmap_pages(std::byte* memory, Bytes bytes) { munmap(memory, static_cast<std::size_t>(whole_pages(bytes).count)); }
 
 }  // namespace noria

@@ -23,6 +23,9 @@ int make_shared_pages(Bytes bytes);
 Bytes discard_pages(int fd, Bytes offset, Bytes bytes);
 /// Maps the pages of a descriptor, with the same alignment and size. Returns null if the kernel refuses; see errno.
 std::byte* map_shared_pages(int fd, Bytes bytes);
+/// Takes pages that lie side by side in the machine's memory, 2 MiB each, for as much of mapped memory as the kernel
+/// can give. A disk gets such memory in fewer pieces. Nothing else changes.
+void join_pages(std::byte* memory, Bytes bytes);
 
 void unmap_pages(std::byte* memory, Bytes bytes);
 

@@ -22,6 +22,7 @@ SharedPages::SharedPages(Bytes bytes) : bytes_(bytes), descriptor_(make_shared_p
   if (descriptor_ >= 0) data_ = map_shared_pages(descriptor_, bytes);
   if (data_ != nullptr) {
     madvise(data_, static_cast<std::size_t>(bytes.count), MADV_DONTFORK);
+    join_pages(data_, bytes);
     return;
   }
   const int why = errno;
