@@ -16,6 +16,7 @@ import pytest
 import torch
 from noria import _C
 from noria.host import machine
+from noria.planning.wrap_plan import WrapPlan
 from noria.testing import Machine, assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
@@ -340,6 +341,37 @@ def test_the_home_has_no_held_gradients_until_something_accumulates():
         loss_of(model, 0).backward()
     rows = {row.purpose: row for row in noria.report(model).ledger}
     assert "gradient ring" not in rows and rows["held gradients"].taken == rows["held gradients"].planned == held
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(24)))
+
+
+@NEEDS_FULL_HOST
+def test_the_ring_is_small_if_host_memory_is_short_and_the_bits_are_the_same():
+    def planned(host_memory: Any) -> WrapPlan:
+        model = chain()
+        policy = {"device": DEVICE, "update": "backward", "host_memory": host_memory}
+        return noria.plan(model, adamw(model.parameters()), **policy)
+
+    large = planned("1GiB")
+    assert large.ring is not None and large.ring.num_slots == 6
+    slot, most = large.ring.slot_bytes, large.home_bytes
+    for lack, num_slots in {0: 6, 1: 5, slot: 5, slot + 1: 4, 2 * slot: 4}.items():
+        small = planned(most - lack)
+        assert small.ring is not None and small.ring.num_slots == num_slots and small.home_bytes <= most - lack
+    with pytest.raises(noria.UsageError, match=rf"host_memory of at least .*\({most - 2 * slot} bytes\)"):
+        planned(most - 2 * slot - 1)
+
+    def trained(host_memory: int) -> nn.Module:
+        model, optimizer = wrapped(model=chain, host_memory=host_memory)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.full((4, 32), step + 1.0, device=DEVICE)).square().sum().backward()
+            optimizer.step()
+        return noria.unwrap(model, optimizer)[0]
+
+    assert_same_bits(trained(most).state_dict(), trained(most - 2 * slot).state_dict())
 
 
 @NEEDS_FULL_HOST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 
@@ -26,10 +27,10 @@ from noria.model.partition import Partition
 from noria.model.shadow_optimizer import is_array, predict_state
 from noria.planning.kernels import Kernels
 
-__all__ = ["gradient_ring", "home_regions", "state_places", "undo_log_bytes"]
+__all__ = ["gradient_rings", "home_regions", "state_places", "undo_log_bytes"]
 
-# Slots of the gradient ring: at least 4, because one drains, one is updated, and both may be late. Otherwise a quarter
-# of the units: long updates can then go on behind the next forward, and do not hold backward up.
+# Slots of the gradient ring: at least 4, because one drains, one is updated, and both may be late. If host memory has
+# room, a quarter of the units. Long updates can then go on behind the next forward, and do not hold backward up.
 _RING_SLOTS = 4
 _RING_SHARE = 0.25
 
@@ -95,17 +96,18 @@ def state_places(kernels: Kernels, notes: list[str]) -> tuple[list[dict[tuple[in
     return states, ends.most
 
 
-def gradient_ring(parts: Partition, units: list[HomeUnit]) -> Ring:
-    """Returns the ring that update="backward" has in place of held gradients.
+def gradient_rings(parts: Partition, units: list[HomeUnit]) -> Iterator[Ring]:
+    """Yields the rings that update="backward" may have in place of held gradients, the best and largest one first.
 
     If several modules use a unit, its gradients come in parts, so it gets a place of its own.
     """
     users = Counter(
         unit for hook in parts.hooks for unit in {slot.unit for n in hook.needs for slot in units[n].parameters}
     )
+    in_parts = {unit for unit, count in users.items() if count > 1}
     num_trainable = sum(unit.gradients > 0 for unit in units)
-    num_slots = max(_RING_SLOTS, math.ceil(_RING_SHARE * num_trainable))
-    return Ring.of(units, {unit for unit, count in users.items() if count > 1}, num_slots)
+    for num_slots in range(max(_RING_SLOTS, math.ceil(_RING_SHARE * num_trainable)), _RING_SLOTS - 1, -1):
+        yield Ring.of(units, in_parts, num_slots)
 
 
 class _Ends:

@@ -7,7 +7,7 @@ and backward runs in reverse. The engine plans again with the passes that it see
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from noria.model.update_rules import FusedRule
 from noria.planning.budgets import Budgets, resident_bytes
 from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log_needs
 from noria.planning.file_plan import choose_files
-from noria.planning.home_regions import gradient_ring, home_regions, state_places
+from noria.planning.home_regions import gradient_rings, home_regions, state_places
 from noria.planning.kernels import Kernels
 from noria.planning.resident import bytes_to_stay, choose_stays, gradient_bytes
 from noria.planning.streamed import (
@@ -364,26 +364,23 @@ def make_plan(
                 "read inside of `with noria.materialize(model):`, which all ranks enter, or from state_dict()",
             )
     kernels.mark_split()
-    ring: Ring | None = None
     without_masters = masters_note(kernels, parts, grid) if kernels.updates_bfloat16() else ""
     unpredicted = [*kernels.fp32_states(), *filter(None, [without_masters])]
     states, state_bytes = state_places(kernels, unpredicted)
     first = home_regions(kernels, frozenset(), state_bytes)
-    if policy.update == "backward":
-        ring = gradient_ring(parts, units)
-    files = FilePlan()
-    if policy.files:
-        if not optimizers:
-            raise usage_error("an optimizer with files=, which are for its moments", "none", "give it in the same call")
-        lean = _with_ring(first, ring)
-        room = left_for_drafts(budgets, free, 0, staging_bytes(device))
-        files = choose_files(kernels, lean, room, to_bytes(policy.file_memory))
-        if files.sizes:
-            files = dataclasses.replace(files, instead=_file_bytes_instead(kernels, ring, state_bytes, room))
-        else:
-            has_room = sum(region.bytes for region in lean) <= room
-            reason = "host memory has room for all" if has_room else "noria's kernels update no unit that has moments"
-            unpredicted.append(f"nothing lies in files: {reason}")
+    if policy.files and not optimizers:
+        raise usage_error("an optimizer with files=, which are for its moments", "none", "give it in the same call")
+    room = left_for_drafts(budgets, free, 0, staging_bytes(device))
+    rings: list[Ring | None] = [*gradient_rings(parts, units)] if policy.update == "backward" else [None]
+    if budgets.host is None and free.share is None:
+        del rings[1:]  # it is not known what fits
+    ring, files = _first_with_room(kernels, first, rings, room)
+    if files.sizes:
+        files = dataclasses.replace(files, instead=_file_bytes_instead(kernels, ring, state_bytes, room))
+    elif policy.files:
+        has_room = sum(region.bytes for region in _with_ring(first, ring)) <= room
+        reason = "host memory has room for all" if has_room else "noria's kernels update no unit that has moments"
+        unpredicted.append(f"nothing lies in files: {reason}")
     may_stay = {} if policy.files else bytes_to_stay(kernels, first, states, grid, device, budgets)
     stays = choose_stays(kernels, may_stay, budgets, unpredicted)
     streamed = choose_streamed(kernels, stays, device)
@@ -436,6 +433,20 @@ def make_plan(
     result = dataclasses.replace(result, least_device=least_arena + sum(result.beside_the_arena().values()))
     _check_host(result, is_carried_out, free)
     return result
+
+
+def _first_with_room(
+    kernels: Kernels, regions: list[Region], rings: Iterable[Ring | None], room: int
+) -> tuple[Ring | None, FilePlan]:
+    """Returns the first ring with which the home fits into `room`, or else the last one; and what lies in files."""
+    ring, files = None, FilePlan()
+    for ring in rings:
+        lean = _with_ring(regions, ring)
+        if kernels.policy.files:
+            files = choose_files(kernels, lean, room, to_bytes(kernels.policy.file_memory))
+        if sum(region.bytes for region in files.regions(lean)) + files.memory <= room:
+            break
+    return ring, files
 
 
 def _file_bytes_instead(kernels: Kernels, ring: Ring | None, state_bytes: int, room: int) -> dict[str, int]:
