@@ -6,6 +6,7 @@ a file system that looks for space.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -45,14 +46,22 @@ class Way(Protocol):
 class Memory:
     """Whole pages, to read into and to write from. What is written has no pattern that a disk could shorten."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._read, self._write = mmap.mmap(-1, num_bytes), mmap.mmap(-1, num_bytes)
-        for begin in range(0, num_bytes, MIB):
-            end = min(begin + MIB, num_bytes)
-            self._write[begin:end] = self._read[begin:end] = os.urandom(end - begin)
-        self.to_read, self.to_write = (
-            ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (self._read, self._write)
-        )
+    def __init__(self, num_bytes: int, *, is_scattered: bool = False) -> None:
+        """`num_bytes`: each way, whole pages. `is_scattered`: no two pages lie side by side in the machine. Otherwise
+        memory is that of noria's slots: pages of 2 MiB, if the kernel gives them."""
+        self.num_bytes = 2 * num_bytes
+        if is_scattered:
+            self._pages, between = mmap.mmap(-1, self.num_bytes), mmap.mmap(-1, self.num_bytes)
+            for page in range(0, self.num_bytes, mmap.PAGESIZE):  # taken in turns
+                self._pages[page] = between[page] = 1
+            self.to_read = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+        else:
+            self._slots = _C.SharedPages(self.num_bytes)
+            self.to_read = self._slots.address
+        self.to_write = self.to_read + num_bytes
+        for begin in range(0, self.num_bytes, MIB):
+            piece = os.urandom(min(MIB, self.num_bytes - begin))
+            ctypes.memmove(self.to_read + begin, piece, len(piece))
 
 
 class Door:
@@ -60,8 +69,11 @@ class Door:
 
     def __init__(self, folder: Path, traffic: Traffic, memory: Memory, door: str = "auto") -> None:
         """`memory`: at least a record."""
+        others = open_files(folder)
         self._store = _C.FileStore([str(folder)], door=door, depth=traffic.depth, part=traffic.part)
+        (self.path,) = open_files(folder) - others  # its file has no name
         self._memory = memory
+        self._store.expect_memory(memory.to_read, memory.num_bytes)  # as in training
         left = traffic.file_bytes
         sizes = [min(traffic.record, left - begin) for begin in range(0, left, traffic.record)]
         self._to_read, self._to_write = ([self._store.add(size) for size in sizes] for _ in range(2))
@@ -108,11 +120,24 @@ class Door:
             raise failures[0]
 
 
-class Fio:
-    """One file is read and another one written, each by a job of its own. No fsync, as noria has none."""
+def open_files(folder: Path) -> set[Path]:
+    """Those of this process in the folder, by a path that other processes can open."""
+    process, found = Path(f"/proc/{os.getpid()}/fd"), set[Path]()
+    for each in process.iterdir():
+        with contextlib.suppress(OSError):
+            if Path(os.readlink(each)).parent == folder.resolve():
+                found.add(each)
+    return found
 
-    def __init__(self, folder: Path, traffic: Traffic) -> None:
-        self._folder, self._traffic = folder, traffic
+
+class Fio:
+    """One half of a file is read and the other half is written, each by a job of its own. No fsync, as noria has none.
+    Its memory is registered with io_uring, as noria's is, and is what the kernel gives it."""
+
+    def __init__(self, path: Path, traffic: Traffic) -> None:
+        """`path`: twice the traffic's bytes, already written. A place on a disk may be faster than another one, so it
+        should be the file that is compared."""
+        self._path, self._traffic = path, traffic
         self.engine, self.notes = "io_uring", list[str]()
         try:
             self._run("write")
@@ -120,8 +145,6 @@ class Fio:
             self.notes.append(f"fio uses libaio: {refusal}")
             self.engine = "libaio"
             self._run("write")
-        (folder / "fio.write").rename(folder / "fio.read")
-        self._run("write")
 
     @staticmethod
     def why_missing() -> str | None:
@@ -134,9 +157,12 @@ class Fio:
     def _run(self, *directions: str) -> float:
         traffic = self._traffic
         command = ["fio", "--output-format=json", f"--ioengine={self.engine}", "--direct=1", f"--bs={traffic.part}"]
-        command += [f"--iodepth={traffic.depth}", f"--size={traffic.file_bytes}", "--fallocate=posix", "--overwrite=1"]
+        command += ["--fixedbufs=1"] if self.engine == "io_uring" else []
+        command += [f"--iodepth={traffic.depth}", f"--size={traffic.file_bytes}", "--fallocate=none", "--overwrite=1"]
+        command += ["--allow_file_create=0", f"--filename={self._path}"]
         for each in directions:
-            command += [f"--name={each}", f"--rw={each}", f"--filename={self._folder / f'fio.{each}'}"]
+            begin = traffic.file_bytes if each == "write" else 0
+            command += [f"--name={each}", f"--rw={each}", f"--offset={begin}"]
         done = subprocess.run(command, capture_output=True, text=True)
         jobs = jobs_in(done.stdout)
         if done.returncode != 0 or not jobs or any(job["error"] for job in jobs):
@@ -145,10 +171,6 @@ class Fio:
         if any(each["io_bytes"] != traffic.file_bytes for each in found):
             raise RefusedError(f"fio moved {[each['io_bytes'] for each in found]} bytes, not {traffic.file_bytes} each")
         return max(each["runtime"] for each in found) / 1e3
-
-    def close(self) -> None:
-        for each in ("read", "write"):
-            (self._folder / f"fio.{each}").unlink(missing_ok=True)
 
 
 class RefusedError(Exception):

@@ -3,13 +3,17 @@
     python benchmarks/files.py                          # all parts, on the disk of the current directory
     python benchmarks/files.py door step --folder /nvme/bench
 
-    door     noria's door to files beside fio: reads alone, writes alone, and both at once. The same block size, depth
-             and bytes, O_DIRECT, files that were written before. Sequential, in turns. noria's reads compare
-             checksums, and its writes take them.
+    door     noria's door to files beside fio: reads alone, writes alone, and both at once. The same file, block size,
+             depth and bytes, O_DIRECT, registered memory. Sequential, in turns. noria's reads compare checksums, and
+             its writes take them. "slots" is the memory that records pass through, in pages of 2 MiB if the kernel
+             gives them; "scattered" has no two pages side by side.
     sweep    the door alone, over depths and sizes of its parts
     step     steps of a chain of equal layers whose moments lie in files, at the disk's speed, at 1/2 and at 1/4 of it,
              in turns with the same chain without files. Compute is paced: at the disk's own speed it takes as long as
              the disk.
+    rival    a GPT in bf16, whose optimizer state lies in files, by noria and by DeepSpeed's ZeRO-3 with NVMe offload.
+             Processes of their own take steps in turns. Memory is the kernel's count, less what would lie on a device.
+             Run `python -m benchmarks.rivals --systems zero-3` first.
     largest  the largest model within 2 GiB of host memory, without files and with them (`benchmarks/largest`)
 
 `step` compares with two bounds. T is the step without files, F and B are its compute in forward and in backward. R
@@ -27,7 +31,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
+import math
 import subprocess
 import sys
 import tempfile
@@ -49,10 +55,14 @@ from noria.wrapped import wrapped_by
 from torch import nn
 
 from benchmarks.systems.by_noria import least_host_memory
+from benchmarks.systems.client import Client
+from benchmarks.systems.environments import FOLDER, pins, reasons
+from benchmarks.systems.task import Task, text_file
 
 GIB = 1 << 30
 MODES = ("auto", "backward")
 SHARES = {"no files": None, "full": 1.0, "1/2": 0.5, "1/4": 0.25}
+OURS, RIVAL = "noria files", "ZeRO-3 NVMe"
 SYSTEMS = "noria draft_memory=0,noria backward,noria files"
 
 
@@ -79,37 +89,40 @@ def shown(found: Mapping[str, float]) -> str:
 
 def door(args: argparse.Namespace, folder: Path) -> None:
     began, traffic = _common.hardware(), Traffic(args.file_bytes, args.record)
-    memory, ways, notes = Memory(traffic.record), dict[str, Way](), list[str]()
-    with contextlib.ExitStack() as stack:
-        if reason := Fio.why_missing():
-            notes.append(reason)
+    ways, notes = dict[str, Way](), list[str]()
+    kinds = {"slots": Memory(traffic.record), "scattered": Memory(traffic.record, is_scattered=True)}
+    reason = _C.uring_absent_reason()
+    doors = (
+        [("threads", "slots")] if reason else [("io_uring", "slots"), ("io_uring", "scattered"), ("threads", "slots")]
+    )
+    for way, kind in doors:
+        name = f"{way}, {kind}"
+        made = Door(folder, traffic, kinds[kind], way)
+        notes += made.notes
+        if without := Fio.why_missing():
+            notes.append(without)
         else:
-            fio = Fio(folder, traffic)
-            stack.callback(fio.close)
-            ways["fio"] = fio
+            ways[f"fio beside {name}"] = fio = Fio(made.path, traffic)
             notes += fio.notes
-        for name in ["threads"] if (reason := _C.uring_absent_reason()) else ["io_uring", "threads"]:
-            made = Door(folder, traffic, memory, name)
-            ways[name] = made
-            notes += made.notes
-        notes += [f"no door uses io_uring: {reason}"] if reason else []
-        samples = in_turns(ways, dict.fromkeys(ways, traffic), args.rounds)
+        ways[name] = made
+    notes += [f"no door uses io_uring: {reason}"] if reason else []
+    samples = in_turns(ways, dict.fromkeys(ways, traffic), args.rounds)
     summary: dict[str, Any] = {}
     rows = []
     for direction, taken in samples.items():
         ratios = {
-            name: ranged([ours / theirs for ours, theirs in zip(values, taken["fio"], strict=True)])
+            name: ranged([ours / theirs for ours, theirs in zip(values, taken[f"fio beside {name}"], strict=True)])
             for name, values in taken.items()
-            if name != "fio" and "fio" in taken
+            if f"fio beside {name}" in taken
         }
         summary[direction] = {"gib_s": {name: ranged(values) for name, values in taken.items()}, "of_fio": ratios}
-        rows.append([direction, *(median(values) for values in taken.values()), *map(shown, ratios.values())])
-    columns = ["GiB/s", *ways, *(f"{name} / fio" for name in ratios)]
-    _common.show(
-        f"{args.file_bytes / GIB:.3g} GiB each way, {traffic.part // MIB} MiB, depth {traffic.depth}", columns, rows
-    )
+        for name in (name for name in ways if not name.startswith("fio")):
+            ours, theirs = median(taken[name]), median(taken.get(f"fio beside {name}", [math.nan]))
+            rows.append([f"{name}: {direction}", ours, theirs, shown(ratios[name]) if name in ratios else "-"])
+    title = f"GiB/s; {args.file_bytes / GIB:.3g} GiB each way, {traffic.part // MIB} MiB, depth {traffic.depth}"
+    _common.show(title, ["door, memory", "noria", "fio", "noria / fio"], rows)
     settings = {**vars(traffic), "rounds": args.rounds, "notes": notes}
-    settings["fio_engine"] = ways["fio"].engine if isinstance(ways.get("fio"), Fio) else None
+    settings["fio_engine"] = [way.engine for way in ways.values() if isinstance(way, Fio)]
     _common.Result("files_door", samples, summary, settings).write(args, began)
     print("\n".join(notes))
 
@@ -256,6 +269,53 @@ def row_of(mode: str, turns: Sequence[dict[str, float]], alone: Sequence[dict[st
     return found
 
 
+# ---- DeepSpeed ----
+
+
+def rival(args: argparse.Namespace, folder: Path) -> None:
+    began = _common.hardware()
+    layers, width, tokens = (2, 128, 64) if args.quick else (12, 1024, args.tokens)
+    task = Task(f"family-{layers}x{width}", str(text_file(FOLDER)), "cpu", "bf16", 2 * GIB, clip=0.0)
+    task = dataclasses.replace(task, threads=torch.get_num_threads())
+    notes = reasons([OURS, RIVAL])
+    names = [name for name in (OURS, RIVAL) if name not in notes]
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    built: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        clients: dict[str, Client] = {}
+        for name in names:
+            own = folder.resolve() / name.replace(" ", "_")
+            own.mkdir(mode=0o700, exist_ok=True)
+            clients[name] = Client(name, FOLDER / "logs" / f"files_{own.name}.log")
+            stack.callback(clients[name].close)
+            built[name] = clients[name].start(dataclasses.replace(task, files=str(own)))
+            built[name]["peak_host_bytes"] = clients[name].peak_host_bytes()
+        for number in range(-2, args.rounds):  # in the first two, systems learn what comes
+            for name in names if number % 2 else reversed(names):
+                first = (number + 2) * args.steps
+                turn = clients[name].tell(do="steps", tokens=tokens, first=first, count=args.steps)
+                turn["host_bytes"] = clients[name].peak_host_bytes() - turn["device_bytes"]
+                if number >= 0:
+                    turns[name].append(turn)
+        for name in names:
+            built[name] |= clients[name].tell(do="about")
+    summary: dict[str, Any] = {}
+    for name, found in turns.items():
+        summary[name] = {"step_s": ranged([turn["seconds"] for turn in found])}
+        held = max(turn["host_bytes"] for turn in found)
+        summary[name] |= {"host_bytes": held, "host_bytes_per_parameter": held / task.num_parameters()}
+    if RIVAL in turns:
+        pairs = zip(turns[RIVAL], turns[OURS], strict=True)
+        summary["rival / noria"] = ranged([theirs["seconds"] / ours["seconds"] for theirs, ours in pairs])
+    rows = [[name, shown(summary[name]["step_s"]), summary[name]["host_bytes_per_parameter"]] for name in names]
+    title = f"{task.num_parameters() / 1e6:.0f} M parameters, {tokens} tokens a step"
+    _common.show(title, ["", "s a step", "host bytes / parameter"], rows)
+    print("\n".join([f"{RIVAL} / noria: {shown(summary['rival / noria'])}"] if RIVAL in turns else notes.values()))
+    settings = {**dataclasses.asdict(task), "tokens_per_step": tokens, "rounds": args.rounds, "steps": args.steps}
+    settings |= {"notes": notes, "pins": pins()["deepspeed"], "systems": built}
+    _common.Result("files_rival", turns, summary, settings).write(args, began)
+
+
 # ---- the largest model ----
 
 
@@ -275,6 +335,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], None]] = {
     "door": door,
     "sweep": sweep,
     "step": step,
+    "rival": rival,
     "largest": largest,
 }
 
@@ -299,6 +360,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="measured in each turn")
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--width", type=int, help="of a block; default: 1536")
+    parser.add_argument("--tokens", type=int, default=256, help="of a step of `rival`; default: 256")
     parser.add_argument("--compute", type=float, default=1.0, help="paced to this multiple of the disk's time")
     args = parser.parse_args()
     parts = args.parts or list(PARTS)

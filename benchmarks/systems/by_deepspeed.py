@@ -6,6 +6,7 @@ Pinned memory, overlapped communication, contiguous gradients, prefetching; buck
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import deepspeed
@@ -13,6 +14,7 @@ import deepspeed
 from benchmarks.systems.task import System, bytes_of, mean, on_device
 
 BUCKET = 32 << 20  # elements
+AIO = {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True}  # as noria's files
 
 
 class Zero(System):
@@ -43,6 +45,7 @@ class Zero(System):
             "bf16": {"enabled": task.dtype == "bf16"},
             "zero_optimization": zero,
             "optimizer": {"type": "AdamW", "params": adamw},
+            "aio": AIO,
         }
         model = task.make_model()
         if task.dtype == "bf16":
@@ -87,6 +90,22 @@ class Zero3Weights(Zero):
 
     stage = 3
     offloads_weights = True
+
+
+class Zero3Nvme(Zero):
+    """ZeRO-Infinity: optimizer state in files, weights on the host. What is read and written overlaps with updates, of
+    groups of parameters: several, also of a small model. Three groups are read, updated and written at once, of four
+    tensors each."""
+
+    stage = 3
+    offloads_weights = True
+
+    def __init__(self, task):
+        files = task.files or str(Path(task.tokens).with_name("files"))
+        self.optimizer_options = {"device": "nvme", "nvme_path": files, "pipeline_read": True, "pipeline_write": True}
+        self.optimizer_options["buffer_count"] = 3 * 4
+        self.zero_options = {"sub_group_size": min(100_000_000, task.num_parameters() // 20)}
+        super().__init__(task)
 
 
 class SuperOffload(Zero):

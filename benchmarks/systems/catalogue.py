@@ -33,6 +33,7 @@ SYSTEMS = {
     "ZeRO-2 Offload": Entry("by_deepspeed", "Zero2", "deepspeed", "optimizer on the host"),
     "ZeRO-3 Offload": Entry("by_deepspeed", "Zero3", "deepspeed", "optimizer on the host"),
     "ZeRO-3 Offload weights": Entry("by_deepspeed", "Zero3Weights", "deepspeed", "optimizer and weights on the host"),
+    "ZeRO-3 NVMe": Entry("by_deepspeed", "Zero3Nvme", "deepspeed", "as that; optimizer state in files"),
     "SuperOffload": Entry("by_deepspeed", "SuperOffload", "deepspeed", "ZeRO-3, updates in backward, unclipped"),
     "ZenFlow": Entry("by_deepspeed", "ZenFlow", "deepspeed", "ZeRO-3, stale updates"),
     "FSDP2 CPUOffload": Entry("by_fsdp2", "Fsdp2", what="weights and optimizer on the host"),

@@ -67,13 +67,15 @@ def test_a_write_that_fails_beside_reads_is_raised(folder, monkeypatch):
 
 
 @pytest.mark.skipif(bool(Fio.why_missing()), reason=str(Fio.why_missing()))
-def test_fio_moves_the_same_bytes_and_leaves_nothing(folder):
-    fio = Fio(folder, Traffic(file_bytes=4 * MIB))
-    assert {each.stat().st_size for each in folder.iterdir()} == {4 * MIB}
-    assert sorted(each.name for each in folder.iterdir()) == ["fio.read", "fio.write"]
+def test_fio_moves_the_same_bytes_of_the_same_file(folder):
+    traffic = Traffic(file_bytes=4 * MIB, record=2 * MIB)
+    way = Door(folder, traffic, Memory(traffic.record), "threads")
+    fio = Fio(way.path, traffic)
     for direction in DIRECTIONS:
         assert fio.seconds(direction) > 0
-    fio.close()
+    way._read()  # fio has not written to this half, so its checksums hold
+    with pytest.raises(noria.MachineError, match="checksum differs"):
+        way._store.read(way._to_write[0], way._memory.to_read)
     assert not list(folder.iterdir())
 
 
@@ -161,6 +163,23 @@ def test_least_host_memory_is_the_least(folder):
     assert len(noria.plan(model, optimizer, **policy, host_memory=least).files.sizes) == 6
     with pytest.raises(noria.UsageError, match=f"\\({least} bytes\\)"):
         noria.plan(model, optimizer, **policy, host_memory=least - 1)
+
+
+@pytest.mark.parametrize("absent", [True, False])
+def test_the_rival_takes_turns_or_is_named_with_its_reason(folder, monkeypatch, capsys, absent):
+    """Here noria without files stands in for the rival, which has an environment of its own."""
+    monkeypatch.setattr(files, "RIVAL", "noria backward")
+    monkeypatch.setattr(files, "reasons", lambda names: {"noria backward": "no libaio"} if absent else {})
+    result = run(monkeypatch, "rival", "--rounds", "2", "--folder", folder / "files", folder / "result.json")
+    found = result["summary"]
+    assert len(result["samples"]["noria files"]) == 2 and found["noria files"]["host_bytes_per_parameter"] > 4
+    assert ("rival / noria" in found) == ("noria backward" in found) == (not absent)
+    assert ("no libaio" in capsys.readouterr().out) == absent
+    if not absent:
+        ours, theirs = (
+            [turn["losses"] for turn in result["samples"][name]] for name in ("noria files", "noria backward")
+        )
+        assert ours == theirs
 
 
 def test_the_system_with_files_keeps_all_moments_there(folder):
