@@ -360,7 +360,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="measured in each turn")
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--width", type=int, help="of a block; default: 1536")
-    parser.add_argument("--tokens", type=int, default=256, help="of a step of `rival`; default: 256")
+    parser.add_argument("--tokens", type=int, default=8, help="of a step of `rival`; default: 8")
     parser.add_argument("--compute", type=float, default=1.0, help="paced to this multiple of the disk's time")
     args = parser.parse_args()
     parts = args.parts or list(PARTS)
