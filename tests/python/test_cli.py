@@ -396,10 +396,9 @@ def test_the_largest_model_with_files_fits_and_one_block_more_does_not(update):
     budget = 64 << 20
     found = largest_model(planned_with_files(update=update), budget)
     assert found.num_blocks > largest_model(planned_on_meta(update=update), budget).num_blocks
-    slack = 4 if update == "backward" else 1
-    planned_with_files(found.num_blocks - slack + 1, update=update, host_memory=budget)
+    planned_with_files(found.num_blocks, update=update, host_memory=budget)
     with pytest.raises(noria.UsageError, match="host_memory of at least"):
-        planned_with_files(found.num_blocks + slack, update=update, host_memory=budget)
+        planned_with_files(found.num_blocks + 1, update=update, host_memory=budget)
     of_8_blocks = 8 * max(planned_with_files(update=update).files.sizes.values())
     assert (
         largest_model(planned_with_files(update=update, file_memory=of_8_blocks + (4 << 20)), budget).num_blocks <= 10

@@ -27,7 +27,7 @@ from noria.model.partition import Partition
 from noria.model.shadow_optimizer import is_array, predict_state
 from noria.planning.kernels import Kernels
 
-__all__ = ["gradient_rings", "home_regions", "state_places", "undo_log_bytes"]
+__all__ = ["gradient_rings", "home_regions", "least_ring_bytes", "state_places", "undo_log_bytes"]
 
 # Slots of the gradient ring: at least 4, because one drains, one is updated, and both may be late. If host memory has
 # room, a quarter of the units. Long updates can then go on behind the next forward, and do not hold backward up.
@@ -108,6 +108,12 @@ def gradient_rings(parts: Partition, units: list[HomeUnit]) -> Iterator[Ring]:
     num_trainable = sum(unit.gradients > 0 for unit in units)
     for num_slots in range(max(_RING_SLOTS, math.ceil(_RING_SHARE * num_trainable)), _RING_SLOTS - 1, -1):
         yield Ring.of(units, in_parts, num_slots)
+
+
+def least_ring_bytes(ring: Ring) -> int:
+    """Returns the bytes of the smallest ring in a model that has more of the same units."""
+    in_parts = ring.region.bytes - ring.num_slots * ring.slot_bytes if ring.num_slots else 0
+    return in_parts + _RING_SLOTS * ring.slot_bytes
 
 
 class _Ends:

@@ -13,6 +13,7 @@ from noria.model.layout import GRADIENT_RING, TORCH_STATE, UNDO_LOGS, Region
 from noria.model.update_rules import keeps_moments
 from noria.planning.bounds import READS, WRITES
 from noria.planning.decisions import room_for_stays
+from noria.planning.home_regions import least_ring_bytes
 from noria.planning.machines import Machine
 from noria.planning.step_simulation import PlannedStep
 from noria.planning.wrap_plan import WrapPlan, staging_bytes
@@ -152,9 +153,12 @@ def largest_model(planned: WrapPlan, host_bytes: int) -> Largest | None:
     for region in regions:
         if len(region.sizes) == len(planned.units):
             own += region.sizes[block.index]
-        elif region.purpose in (TORCH_STATE, GRADIENT_RING) and trained:  # not by unit
+        elif region.purpose == TORCH_STATE and trained:  # not by unit
             own += region.bytes * block.gradients // trained
-    rest = sum(region.bytes for region in regions) - num_blocks * own + planned.files.memory
+    of_all = sum(region.bytes for region in regions if region.purpose != GRADIENT_RING)
+    rest = of_all - num_blocks * own + planned.files.memory
+    if planned.ring is not None:
+        rest += least_ring_bytes(planned.ring)  # however many blocks there are
     most = (host_bytes - staging_bytes(planned.device) - rest) // own
     if planned.files.sizes and (cap := to_bytes(planned.policy.file_memory)) is not None:
         most = min(most, cap // planned.files.slot_bytes)
