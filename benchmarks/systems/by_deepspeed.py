@@ -6,7 +6,6 @@ Pinned memory, overlapped communication, contiguous gradients, prefetching; buck
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import deepspeed
@@ -101,8 +100,8 @@ class Zero3Nvme(Zero):
     offloads_weights = True
 
     def __init__(self, task):
-        files = task.files or str(Path(task.tokens).with_name("files"))
-        self.optimizer_options = {"device": "nvme", "nvme_path": files, "pipeline_read": True, "pipeline_write": True}
+        folder = task.files_folder
+        self.optimizer_options = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}
         self.optimizer_options["buffer_count"] = 3 * 4
         self.zero_options = {"sub_group_size": min(100_000_000, task.num_parameters() // 20)}
         super().__init__(task)

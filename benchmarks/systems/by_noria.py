@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import noria
@@ -117,7 +116,7 @@ class NoriaFiles(NoriaBackward):
     """As `NoriaBackward`. All state that can lie in files does: `host_memory` is the least."""
 
     def home(self):
-        files = self.task.files or str(Path(self.task.tokens).with_name("files"))
+        files = self.task.files_folder
         least = least_host_memory(self.model, self.optimizer, **self.policy, files=files)
         return {"files": files, "host_memory": min(least, self.task.host_memory or least)}
 

@@ -84,6 +84,10 @@ class Task:
         return {"lr": self.learning_rate, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
     @property
+    def files_folder(self) -> str:
+        return self.files or str(Path(self.tokens).with_name("files"))
+
+    @property
     def working_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 

@@ -39,7 +39,7 @@ def task(tmp_path) -> Task:
 def test_systems_are_chosen_by_their_names_and_by_how_these_begin():
     assert chosen("all") == list(SYSTEMS)
     assert chosen("noria") == ["noria"]  # a name stands for itself
-    assert chosen("zero-3 off, plain") == ["ZeRO-3 Offload", "ZeRO-3 Offload weights", PLAIN]
+    assert chosen("zero-3, plain") == ["ZeRO-3 Offload", "ZeRO-3 Offload weights", "ZeRO-3 NVMe", PLAIN]
 
 
 def test_unknown_systems_are_refused(capsys):

@@ -385,8 +385,7 @@ def make_plan(
     stays = choose_stays(kernels, may_stay, budgets, unpredicted)
     streamed = choose_streamed(kernels, stays, device)
     draftable = undo_log_needs(kernels, stays | streamed | files.sizes.keys())
-    home = sum(region.bytes for region in files.regions(first)) + files.memory
-    left = left_for_drafts(budgets, free, 0, home + staging_bytes(device))
+    left = left_for_drafts(budgets, free, 0, files.home_bytes(first) + staging_bytes(device))
     drafted = choose_drafts(kernels, draftable, budgets.drafts, left, device, unpredicted)
     regions = home_regions(kernels, drafted, state_bytes)
     regions = _with_ring(files.regions(regions), ring)
@@ -444,7 +443,7 @@ def _first_with_room(
         lean = _with_ring(regions, ring)
         if kernels.policy.files:
             files = choose_files(kernels, lean, room, to_bytes(kernels.policy.file_memory))
-        if sum(region.bytes for region in files.regions(lean)) + files.memory <= room:
+        if files.home_bytes(lean) <= room:
             break
     return ring, files
 
