@@ -69,11 +69,13 @@ pretend: all test-modules
 test-modules: all
 	$(CMAKE) --build build/current --target test_modules --parallel $(JOBS)
 
-# Everything: clang-tidy, the C++ tests plain and under the sanitizers, then all Python tests, the long ones too, with
-# new examples. Of each test that `make pretend` runs, it runs some cases there. Ranks that are forked have one hash
-# seed. Some tests of ranks run again with ranks that have their own.
+# clang-tidy, the C++ tests plain and under the sanitizers, then the Python tests, the long ones too, with new examples.
+# Of the cases that `make test` leaves out it runs a third each day, in turn; SHARE=1/1 runs all. Of each test that
+# `make pretend` runs, it runs some cases there. Ranks that are forked have one hash seed. Some tests of ranks run again
+# with ranks that have their own.
+SHARE ?= $(shell expr $$(date +%s) / 86400 % 3 + 1)/3
 test-all: tidy googletest sanitize test-modules
-	$(BIN)/python $(PYTEST) -m "" --hypothesis-profile=new --durations=40
+	$(BIN)/python $(PYTEST) -m "" --share=$(SHARE) --hypothesis-profile=new --durations=40
 	RANKS=spawn $(BIN)/python $(PYTEST) $(SPAWNED:%=tests/journeys/test_%.py)
 	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "not long and not rest" \
 	  --hypothesis-profile=new --durations=40)

@@ -1,12 +1,12 @@
 """What all tests share: the `gpu` marker skips by name, saying what is missing; `sampled` leaves most cases of a test
-to `make test-all`; `one_thread` for models compared to the bit, and so small that threads would only wait for each
-other."""
+to `make test-all`, which runs a share of them; `one_thread` for models compared to the bit, and so small that threads
+would only wait for each other."""
 
 import contextlib
 import gc
 import importlib
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -49,8 +49,44 @@ def pytest_runtest_setup(item):
         pytest.skip(f"{item.name} needs a CUDA device: {reason}")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--share",
+        default="1/1",
+        metavar="K/N",
+        help="of the cases of each test that `make test` leaves out: the K-th, and every N-th behind it",
+    )
+
+
+def share(config):
+    nth, _, of = config.getoption("share").partition("/")
+    if not (nth.isdecimal() and of.isdecimal() and 1 <= int(nth) <= int(of)):
+        raise pytest.UsageError(f"--share: expected K/N with K from 1 to N, as in 2/3, but found {nth}/{of}")
+    return int(nth), int(of)
+
+
+def pytest_report_header(config):
+    nth, of = share(config)
+    return f"share: {nth}/{of}" if of > 1 else None
+
+
+def is_left_out(item):
+    return any(item.get_closest_marker(marker) for marker in ("long", "rest", "search"))
+
+
+def outside_share(items, nth, of):
+    """Of a test with fewer than `of` such cases one is left each time."""
+    cases = defaultdict(list)
+    for item in items:
+        if is_left_out(item):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for each in cases.values():
+        step = min(of, len(each))
+        yield from (item for place, item in enumerate(each) if place % step != (nth - 1) % step)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     seen = Counter()
     for item in items:
         marker = item.get_closest_marker("sampled")
@@ -61,6 +97,9 @@ def pytest_collection_modifyitems(items):
         if seen[test] % step:
             item.add_marker("rest")
         seen[test] += 1
+    if outside := set(outside_share(items, *share(config))):
+        items[:] = [item for item in items if item not in outside]
+        config.hook.pytest_deselected(items=list(outside))
     # A worker takes a whole file at a time. Files with long tests come first in their folder: at the end one worker
     # would run alone.
     long = {item.path for item in items if item.get_closest_marker("long") or item.get_closest_marker("search")}

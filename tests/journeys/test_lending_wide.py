@@ -288,8 +288,8 @@ DRAWN = {
 
 
 @pytest.fixture(scope="module")
-def all_found() -> Callable[[tuple[int, int]], dict[str, str]]:
-    return functools.cache(lambda shape: in_turn_on_ranks(shape[0], DRAWN[shape]))
+def all_found(request: pytest.FixtureRequest) -> Callable[[tuple[int, int]], dict[str, str]]:
+    return functools.cache(lambda shape: in_turn_on_ranks(shape[0], asked_for(request, DRAWN[shape])))
 
 
 @pytest.mark.long
