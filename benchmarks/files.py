@@ -274,7 +274,7 @@ def row_of(mode: str, turns: Sequence[dict[str, float]], alone: Sequence[dict[st
 
 def rival(args: argparse.Namespace, folder: Path) -> None:
     began = _common.hardware()
-    layers, width, tokens = (2, 128, 64) if args.quick else (12, 1024, args.tokens)
+    layers, width, tokens = (2, 128, 64) if args.quick else (24, 1024, args.tokens)
     model, threads = f"family-{layers}x{width}", torch.get_num_threads()
     task = Task(model, str(text_file(FOLDER)), "cpu", "bf16", 2 * GIB, threads=threads, clip=0.0)
     notes = reasons([OURS, RIVAL])

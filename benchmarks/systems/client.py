@@ -100,12 +100,13 @@ class Client:
         processes that it has started, what they do not share. Raises RefusedError where it has ended."""
         if self.process.poll() is not None:
             raise RefusedError(self._end())
-        own, *others = (_status(pid) for pid in _family(self.process.pid))
+        own, *others = (_rows(pid, "status") for pid in _family(self.process.pid))
         return own.get(row, 0) + sum(max(each.get(row, 0) - each.get("RssShmem", 0), 0) for each in others)
 
     def peak_host_bytes(self) -> int:
-        """Since its imports, the most since the last call; of several processes, the sum of what each had at most."""
-        found = self.resident("VmHWM") - self.before
+        """Since its imports, the most since the last call; of several processes, the sum of what each had at most.
+        A page that a process without others has mapped twice counts once."""
+        found = self.resident("VmHWM") - self.before - mapped_twice(self.process.pid)
         for pid in _family(self.process.pid):
             with contextlib.suppress(OSError):
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
@@ -123,6 +124,14 @@ class Client:
             self.group.close()
 
 
+def mapped_twice(pid: int) -> int:
+    """Bytes of shared memory that the process's own count has more than once. 0 if it has started others: what they
+    share would look the same."""
+    if len(_family(pid)) > 1:
+        return 0
+    return max(_rows(pid, "status").get("RssShmem", 0) - _rows(pid, "smaps_rollup").get("Pss_Shmem", 0), 0)
+
+
 def _family(pid: int) -> list[int]:
     """It, and all that it has started."""
     found = [pid]
@@ -133,10 +142,10 @@ def _family(pid: int) -> list[int]:
     return found
 
 
-def _status(pid: int) -> dict[str, int]:
-    """By row: bytes."""
+def _rows(pid: int, name: str) -> dict[str, int]:
+    """What the kernel tells of a process in this file, by row: bytes."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
     except OSError:
         return {}
     return {words[0].rstrip(":"): int(words[1]) * 1024 for line in lines if (words := line.split())[-1] == "kB"}

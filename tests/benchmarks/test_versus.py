@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from benchmarks.largest import __main__ as largest
 from benchmarks.rivals.__main__ import why_not_trained
 from benchmarks.systems import environments
 from benchmarks.systems.catalogue import PLAIN, SYSTEMS, add_systems, chosen
-from benchmarks.systems.client import Client, RefusedError
+from benchmarks.systems.client import Client, RefusedError, mapped_twice
 from benchmarks.systems.task import Task
 from benchmarks.versus import __main__ as versus
 from benchmarks.versus import tables
@@ -193,6 +194,26 @@ def test_a_system_that_raises_says_why_and_goes_on(task, tmp_path):
     finally:
         client.close()
     assert client.process.returncode == 0
+
+
+def test_memory_that_a_process_has_mapped_twice_is_told():
+    size = 8 << 20
+    program = f"""
+import mmap, os
+pages = os.memfd_create("twice")
+os.ftruncate(pages, {size})
+mapped = [mmap.mmap(pages, {size}) for _ in range(TIMES)]
+for each in mapped:
+    each[:] = bytes({size})
+print(flush=True)
+input()
+"""
+    for times in (1, 2):
+        command = [sys.executable, "-c", program.replace("TIMES", str(times))]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout.readline() == b"\n"
+            assert mapped_twice(process.pid) == (times - 1) * size
+            process.stdin.write(b"\n")
 
 
 # ---- the largest model ----
