@@ -122,10 +122,10 @@ void bind_home(py::module_& m) {
           py::arg("unit"), py::arg("write"), NoGil())
       .def(
           "access_state",
-          [](const EngineHome& self, std::int32_t unit, bool holds) {
-            self.engine().access_state(UnitId(unit), holds);
+          [](const EngineHome& self, std::int32_t unit, bool writes, bool holds) {
+            self.engine().access_state(UnitId(unit), writes, holds);
           },
-          py::arg("unit"), py::arg("holds"), NoGil())
+          py::arg("unit"), py::arg("writes"), py::arg("holds"), NoGil())
       .def(
           "release_states", [](const EngineHome& self) { self.engine().release_states(); }, NoGil())
       .def(

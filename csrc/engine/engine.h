@@ -135,9 +135,10 @@ class Engine {
   /// Blocks until no op still reads or writes what the caller asks for. `write_weights`: the caller changes working
   /// copy and state now, so every device copy becomes stale.
   void access_home(UnitId unit, bool write_weights);
-  /// For a unit whose state lies in a file: blocks until the state has memory, and the caller may read and write it.
-  /// `holds`: until `release_states`; else until the state of other units needs the memory. Call `access_home` before.
-  void access_state(UnitId unit, bool holds);
+  /// For a unit whose state lies in a file: blocks until the state has memory, and the caller may read it. `writes`:
+  /// and write it. `holds`: until `release_states`; else until the state of other units needs the memory. Call
+  /// `access_home` before.
+  void access_state(UnitId unit, bool writes, bool holds);
   /// State in files is not held any more.
   void release_states();
   /// The caller writes the held gradient on the stream, after all ops that still read it.

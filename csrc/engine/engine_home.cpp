@@ -43,7 +43,7 @@ bool Engine::await_load(UnitId unit, const std::vector<Access>& more) {
   return true;
 }
 
-void Engine::access_state(UnitId unit, bool holds) {
+void Engine::access_state(UnitId unit, bool writes, bool holds) {
   const Entry entry(gate_);
   NORIA_INVARIANT(parts_.has_file(unit), "its state lies in no file");
   files_->bring(unit);
@@ -51,8 +51,8 @@ void Engine::access_state(UnitId unit, bool holds) {
     files_->bring_blank(unit);
     forget_failures();
   }
+  if (writes) files_->note_changed(unit);
   if (holds) files_->hold(unit);
-  else files_->note_changed(unit);
 }
 
 void Engine::release_states() {

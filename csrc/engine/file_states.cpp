@@ -108,10 +108,7 @@ void FileStates::bring_ahead() {
   }
 }
 
-void FileStates::hold(UnitId unit) {
-  Slot& slot = slots_[static_cast<std::size_t>(slots_of_[unit])];
-  slot.is_held = slot.is_changed = true;
-}
+void FileStates::hold(UnitId unit) { slots_[static_cast<std::size_t>(slots_of_[unit])].is_held = true; }
 
 void FileStates::note_changed(UnitId unit) { slots_[static_cast<std::size_t>(slots_of_[unit])].is_changed = true; }
 

@@ -55,9 +55,9 @@ class FileStates {
   /// An op of this backward has used the unit's state: brings ahead what comes next.
   void note_used(UnitId unit);
 
-  /// The caller may change the state until `release`: the unit keeps its slot, and is put back before another unit gets
-  /// it. Order: behind `bring`.
+  /// The unit keeps its slot until `release`. Order: behind `bring`.
   void hold(UnitId unit);
+  /// The caller changes the state: it is put back before another unit gets its slot. Order: behind `bring`.
   void note_changed(UnitId unit);
   /// No unit is held any more. Gives back the slots that were taken beyond those of the plan.
   void release();

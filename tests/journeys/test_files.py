@@ -408,7 +408,9 @@ def test_averages_of_masters_whose_low_bits_lie_in_files(folder):
         average = noria.ema(model.blocks[2], 0.5)
         for number in range(3):
             train(model, optimizer, number, number + 1)
+            before = moved(model)
             average.update()
+            assert moved(model).get("write") == before.get("write")  # it only reads
         with average.applied():
             loss = loss_of(model, 7).detach()
         train(model, optimizer, 3, 5)

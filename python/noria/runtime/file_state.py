@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -55,23 +56,36 @@ class FileState:
         """Returns the unit whose state in files the tensor views. None: it views no such state."""
         return self._unit_of.get(_C.storage_of(tensor))
 
-    def touch(self, unit: int) -> None:
-        """Gives the unit's state memory until another unit is touched. What is written there counts."""
+    def touch(self, unit: int, *, writes: bool = True) -> None:
+        """Gives the unit's state memory until another unit is touched. What is written there counts.
+
+        Without `writes` the caller only reads, and nothing is written back to the file.
+        """
         if not self.has(unit):
             return
         self._engine.home.access_home(unit, False)
-        self._engine.home.access_state(unit, holds=False)
+        self._engine.home.access_state(unit, writes=writes, holds=False)
         if self._touched != unit:
-            self._end_touch()
+            self.end_touch()
             self._touched = unit
             self._allow(unit)
+
+    @contextlib.contextmanager
+    def reading(self, unit: int) -> Iterator[None]:
+        """Gives the unit's state memory while the block reads it."""
+        is_touched = unit == self._touched
+        self.touch(unit, writes=False)
+        try:
+            yield
+        finally:
+            if not is_touched:
+                self.end_touch()
 
     def copied(self, unit: int, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Returns what `read` returns of the unit's state: a copy, if the state lies in a file. Threads: any."""
         if not self.has(unit):
             return read()
-        with self._one_at_a_time:
-            self.touch(unit)
+        with self._one_at_a_time, self.reading(unit):
             if torn := self._engine.torn():  # a write has failed, and a touch may give zeros
                 raise usage_error(
                     "state in files of one step",
@@ -94,7 +108,7 @@ class FileState:
             raise refusal
         for unit in new:
             self._engine.home.access_home(unit, False)
-            self._engine.home.access_state(unit, holds=True)
+            self._engine.home.access_state(unit, writes=True, holds=True)
             self._blank.discard(unit)
             self._shown.add(unit)
             self._allow(unit)
@@ -112,7 +126,7 @@ class FileState:
 
     def release(self) -> None:
         """Ends all that was shown and touched. What the user has written there counts."""
-        self._end_touch()
+        self.end_touch()
         if not self._shown:
             return
         for unit in self._shown:
@@ -133,7 +147,8 @@ class FileState:
         if (files := self._home.files) is not None:
             self._ledger.expect("host", STATE_SLOTS, files.num_slots * files.slot_bytes)
 
-    def _end_touch(self) -> None:
+    def end_touch(self) -> None:
+        """Ends the last touch."""
         if self._touched is not None and self._touched not in self._shown:
             self._refuse(self._touched)
         self._touched = None

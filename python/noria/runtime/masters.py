@@ -99,9 +99,9 @@ class Masters:
         """Returns the fp32 master: a view of the home if it is plain, else a tensor rebuilt from the split one."""
         if not slot.is_split:
             return self.home.master(slot)
-        low = self._low(slot)
-        master = torch.empty_like(low, dtype=torch.float32)
-        _C.join_master(self.home.working(slot).data_ptr(), low.data_ptr(), master.data_ptr(), master.numel())
+        with self._reading(slot) as low:
+            master = torch.empty_like(low, dtype=torch.float32)
+            _C.join_master(self.home.working(slot).data_ptr(), low.data_ptr(), master.data_ptr(), master.numel())
         return master
 
     def low_bits(self, slot: HomeParameter, *, brings: bool = True) -> torch.Tensor:
@@ -111,7 +111,7 @@ class Masters:
         they can be read for as long as that. Without `brings` they may have no memory yet.
         """
         if slot.is_split:
-            return self._low(slot, brings=brings)
+            return self._low(slot, brings=brings, writes=False)
         with plainly():
             return self.home.master(slot).view(torch.int32).to(torch.int16)
 
@@ -169,17 +169,27 @@ class Masters:
         try:
             for slot in slots:
                 if slot.is_split and self._files.has(slot.unit):
-                    self._kept[slot.index] = self._low(slot).clone()
+                    with self._reading(slot) as low:
+                        self._kept[slot.index] = low.clone()
             yield
         finally:
             self._kept.clear()
 
-    def _low(self, slot: HomeParameter, *, brings: bool = True) -> torch.Tensor:
+    @contextlib.contextmanager
+    def _reading(self, slot: HomeParameter) -> Iterator[torch.Tensor]:
+        """Gives the low bits of a split master, which have memory inside the block."""
+        if slot.index in self._kept:
+            yield self._kept[slot.index]
+            return
+        with self._files.reading(slot.unit):
+            yield self._low(slot, brings=False)
+
+    def _low(self, slot: HomeParameter, *, brings: bool = True, writes: bool = True) -> torch.Tensor:
         """Returns the low bits of a split master, where they lie. With `brings` those in files have memory now."""
         if slot.index in self._kept:
             return self._kept[slot.index]
         if brings:
-            self._files.touch(slot.unit)
+            self._files.touch(slot.unit, writes=writes)
         view = self._views.get(slot.index)
         if view is None:
             view = self._views[slot.index] = self.home.low_bits(slot)

@@ -26,12 +26,17 @@ class UnreadTensors:
     def __init__(self) -> None:
         self._storages: dict[tuple[int, torch.dtype], _UnreadStorage] = {}
         self._tell: Callable[[int], None] = lambda num_bytes: None
+        self._ends: set[Callable[[], None]] = set()
 
-    def stand_in(self, tensor: torch.Tensor, read: Callable[[], torch.UntypedStorage]) -> torch.Tensor:
+    def stand_in(
+        self, tensor: torch.Tensor, read: Callable[[], torch.UntypedStorage], end: Callable[[], None]
+    ) -> torch.Tensor:
         """Returns what `torch.save` writes as it would write `tensor`. No operator works on it.
 
-        `read` returns the tensor's storage, with its bytes. They are written before the next `read`.
+        `read` returns the tensor's storage, with its bytes. They are written before the next `read`. `end` is called
+        when all have been written.
         """
+        self._ends.add(end)
         key = (_C.storage_of(tensor), tensor.dtype)
         if key not in self._storages:
             num_bytes = tensor.untyped_storage().nbytes()
@@ -51,7 +56,11 @@ class UnreadTensors:
 
         with Bar(what, sum(each.nbytes() for each in self._storages.values())) as bar:
             self._tell = tell
-            yield
+            try:
+                yield
+            finally:
+                for end in self._ends:
+                    end()
 
     def note_read(self, num_bytes: int) -> None:
         self._tell(num_bytes)

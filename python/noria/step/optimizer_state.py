@@ -314,10 +314,10 @@ class HomeState:
         slots = [slot for slot in self.context.slots if isinstance(shown.get(slot.parameter), dict)]
         states: dict[int, dict[str, Any]] = {}
         for slot in slots:
-            self.context.files.touch(slot.unit)
-            values = self.with_low_bits(slot, shown[slot.parameter])
-            if self.context.files.has(slot.unit):  # another unit's touch ends this one's
-                values = {key: value.clone() if is_array(key, value) else value for key, value in values.items()}
+            with self.context.files.reading(slot.unit):
+                values = self.with_low_bits(slot, shown[slot.parameter])
+                if self.context.files.has(slot.unit):
+                    values = {key: value.clone() if is_array(key, value) else value for key, value in values.items()}
             if self.dtype != "fp32" and self.members.fuses(slot.unit):
                 values = plain_values(values, widen=True)
             states[slot.index] = values
@@ -339,11 +339,13 @@ class HomeState:
 
         def stand_in(value: Any) -> Any:
             unit = self.context.files.unit_of(value) if isinstance(value, torch.Tensor) else None
-            return value if unit is None else unread.stand_in(value, functools.partial(self._read, unit, value))
+            if unit is None:
+                return value
+            return unread.stand_in(value, functools.partial(self._read, unit, value), self.context.files.end_touch)
 
         return {key: stand_in(value) for key, value in values.items()}
 
     def _read(self, unit: int, value: torch.Tensor) -> torch.UntypedStorage:
-        self.context.files.touch(unit)
+        self.context.files.touch(unit, writes=False)
         self.run.require_consistent("noria.save")  # if a write has failed, a touch may give zeros
         return value.untyped_storage()
