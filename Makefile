@@ -70,15 +70,14 @@ test-modules: all
 	$(CMAKE) --build build/current --target test_modules --parallel $(JOBS)
 
 # clang-tidy, the C++ tests plain and under the sanitizers, then the Python tests, the long ones too, with new examples.
-# Of the cases that `make test` leaves out it runs a third each day, in turn; SHARE=1/1 runs all. Of each test that
-# `make pretend` runs, it runs some cases there. Ranks that are forked have one hash seed. Some tests of ranks run again
-# with ranks that have their own.
+# Each day it runs another third of the cases that `make test` leaves out, and of all cases on the pretend GPU. SHARE=1/1
+# runs all of them. Ranks that are forked have one hash seed. Some tests of ranks run again with ranks that have their own.
 SHARE ?= $(shell expr $$(date +%s) / 86400 % 3 + 1)/3
 test-all: tidy googletest sanitize test-modules
 	$(BIN)/python $(PYTEST) -m "" --share=$(SHARE) --hypothesis-profile=new --durations=40
 	RANKS=spawn $(BIN)/python $(PYTEST) $(SPAWNED:%=tests/journeys/test_%.py)
 	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "not long and not rest" \
-	  --hypothesis-profile=new --durations=40)
+	  --share=$(SHARE) --share-all --hypothesis-profile=new --durations=40)
 
 googletest: all
 	@$(CMAKE) build/current >/dev/null  # GoogleTest may have been installed since

@@ -56,6 +56,7 @@ def pytest_addoption(parser):
         metavar="K/N",
         help="of the cases of each test that `make test` leaves out: the K-th, and every N-th behind it",
     )
+    parser.addoption("--share-all", action="store_true", help="--share counts all cases of each test")
 
 
 def share(config):
@@ -74,11 +75,11 @@ def is_left_out(item):
     return any(item.get_closest_marker(marker) for marker in ("long", "rest", "search"))
 
 
-def outside_share(items, nth, of):
+def outside_share(items, nth, of, of_all):
     """Of a test with fewer than `of` such cases one is left each time."""
     cases = defaultdict(list)
     for item in items:
-        if is_left_out(item):
+        if of_all or is_left_out(item):
             cases[item.nodeid.partition("[")[0]].append(item)
     for each in cases.values():
         step = min(of, len(each))
@@ -97,7 +98,7 @@ def pytest_collection_modifyitems(config, items):
         if seen[test] % step:
             item.add_marker("rest")
         seen[test] += 1
-    if outside := set(outside_share(items, *share(config))):
+    if outside := set(outside_share(items, *share(config), config.getoption("share_all"))):
         items[:] = [item for item in items if item not in outside]
         config.hook.pytest_deselected(items=list(outside))
     # A worker takes a whole file at a time. Files with long tests come first in their folder: at the end one worker
