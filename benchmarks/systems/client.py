@@ -129,7 +129,8 @@ def mapped_twice(pid: int) -> int:
     share would look the same."""
     if len(_family(pid)) > 1:
         return 0
-    return max(_rows(pid, "status").get("RssShmem", 0) - _rows(pid, "smaps_rollup").get("Pss_Shmem", 0), 0)
+    shared = _rows(pid, "status").get("RssShmem", 0)
+    return max(shared - _rows(pid, "smaps_rollup").get("Pss_Shmem", shared), 0)
 
 
 def _family(pid: int) -> list[int]:
