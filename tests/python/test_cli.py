@@ -312,10 +312,26 @@ def test_the_largest_model_fits_and_one_block_more_does_not(policy):
     budget = 64 << 20
     found = largest_model(planned_on_meta(**policy), budget)
     assert found.num_parameters == sum(p.numel() for p in on_meta(found.num_blocks).parameters())
-    slack = 4 if policy.get("update") == "backward" else 1  # its ring has slots for a quarter of the units, rounded
-    planned_on_meta(found.num_blocks - slack + 1, **policy, host_memory=budget)
+    planned_on_meta(found.num_blocks, **policy, host_memory=budget)
     with pytest.raises(noria.UsageError, match="host_memory of at least"):
-        planned_on_meta(found.num_blocks + slack, **policy, host_memory=budget)
+        planned_on_meta(found.num_blocks + 1, **policy, host_memory=budget)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 12, 200])  # with few blocks each unit's gradient has a place of its own
+def test_so_it_does_beside_units_that_are_much_larger(num_blocks):
+    def planned(num_blocks, host_memory):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4096, 128), Chain(num_blocks, 128).blocks, nn.Linear(128, 4096))
+        policy = {"device": "cpu", "update": "backward", "host_memory": host_memory}
+        return noria.plan(model, torch.optim.AdamW(model.parameters()), **policy)
+
+    budget = planned(num_blocks, 1 << 30).home_bytes
+    for each in (planned(2, 1 << 30), planned(200, 1 << 30)):
+        assert (each.ring.num_slots == 0) == (len(each.units) < 10)
+        found = largest_model(each, budget)
+        planned(found.num_blocks, budget)
+        with pytest.raises(noria.UsageError, match="host_memory of at least"):
+            planned(found.num_blocks + 1, budget)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here a plan is of the GPU that is here")

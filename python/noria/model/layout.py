@@ -243,15 +243,17 @@ class Ring:
     region: Region  # the units' own places; the last entry is for the ring slots
     slot_bytes: int
     num_slots: int
+    in_parts: int  # bytes of the places of units whose gradients come in parts
 
     @staticmethod
     def of(units: Sequence[HomeUnit], in_parts: Container[int], num_slots: int) -> Ring:
         """Builds the ring. If places for all units take no more memory than the slots, there are no slots."""
         sizes = [unit.home_gradients if unit.index in in_parts else 0 for unit in units]
         slot_bytes = max((unit.home_gradients for unit in units if unit.index not in in_parts), default=0)
-        if sum(sizes) + num_slots * slot_bytes >= sum(unit.home_gradients for unit in units):
+        bytes_in_parts = sum(sizes)
+        if bytes_in_parts + num_slots * slot_bytes >= sum(unit.home_gradients for unit in units):
             sizes, num_slots = [unit.home_gradients for unit in units], 0
-        return Ring(Region.of(GRADIENT_RING, [*sizes, num_slots * slot_bytes]), slot_bytes, num_slots)
+        return Ring(Region.of(GRADIENT_RING, [*sizes, num_slots * slot_bytes]), slot_bytes, num_slots, bytes_in_parts)
 
 
 def held_region(units: Iterable[HomeUnit]) -> Region:

@@ -111,9 +111,8 @@ def gradient_rings(parts: Partition, units: list[HomeUnit]) -> Iterator[Ring]:
 
 
 def least_ring_bytes(ring: Ring) -> int:
-    """Returns the bytes of the smallest ring in a model that has more of the same units."""
-    in_parts = ring.region.bytes - ring.num_slots * ring.slot_bytes if ring.num_slots else 0
-    return in_parts + _RING_SLOTS * ring.slot_bytes
+    """Returns the bytes of the smallest ring with slots in a model that has more of the same units."""
+    return ring.in_parts + _RING_SLOTS * ring.slot_bytes
 
 
 class _Ends:

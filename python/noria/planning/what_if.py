@@ -157,9 +157,12 @@ def largest_model(planned: WrapPlan, host_bytes: int) -> Largest | None:
             own += region.bytes * block.gradients // trained
     of_all = sum(region.bytes for region in regions if region.purpose != GRADIENT_RING)
     rest = of_all - num_blocks * own + planned.files.memory
-    if planned.ring is not None:
-        rest += least_ring_bytes(planned.ring)  # however many blocks there are
-    most = (host_bytes - staging_bytes(planned.device) - rest) // own
+    room = host_bytes - staging_bytes(planned.device) - rest
+    most = room // own
+    if planned.ring is not None:  # it has slots, or a place for each unit if that takes less
+        gradients = block.home_gradients
+        others = sum(unit.home_gradients for unit in planned.units) - num_blocks * gradients
+        most = max((room - least_ring_bytes(planned.ring)) // own, (room - others) // (own + gradients))
     if planned.files.sizes and (cap := to_bytes(planned.policy.file_memory)) is not None:
         most = min(most, cap // planned.files.slot_bytes)
     if most < 1:

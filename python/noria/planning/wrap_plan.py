@@ -372,9 +372,7 @@ def make_plan(
         raise usage_error("an optimizer with files=, which are for its moments", "none", "give it in the same call")
     room = left_for_drafts(budgets, free, 0, staging_bytes(device))
     rings: list[Ring | None] = [*gradient_rings(parts, units)] if policy.update == "backward" else [None]
-    if budgets.host is None and free.share is None:
-        del rings[1:]  # it is not known what fits
-    ring, files = _first_with_room(kernels, first, rings, room)
+    ring, files = _first_that_fits(kernels, first, rings, room, budgets, device, free)
     if files.sizes:
         files = dataclasses.replace(files, instead=_file_bytes_instead(kernels, ring, state_bytes, room))
     elif policy.files:
@@ -434,16 +432,25 @@ def make_plan(
     return result
 
 
-def _first_with_room(
-    kernels: Kernels, regions: list[Region], rings: Iterable[Ring | None], room: int
+def _first_that_fits(
+    kernels: Kernels,
+    regions: list[Region],
+    rings: Iterable[Ring | None],
+    room: int,
+    budgets: Budgets,
+    device: torch.device,
+    free: Free,
 ) -> tuple[Ring | None, FilePlan]:
-    """Returns the first ring with which the home fits into `room`, or else the last one; and what lies in files."""
+    """Returns the first ring with which the home fits, or else the last one; and what lies in files.
+
+    `room`: bytes; what does not fit there may lie in files.
+    """
     ring, files = None, FilePlan()
     for ring in rings:
         lean = _with_ring(regions, ring)
         if kernels.policy.files:
             files = choose_files(kernels, lean, room, to_bytes(kernels.policy.file_memory))
-        if files.home_bytes(lean) <= room:
+        if check_fits(_rows(files.regions(lean), files, device), budgets.host, free, LATE) is None:
             break
     return ring, files
 
@@ -784,16 +791,22 @@ def staging_bytes(device: torch.device) -> int:
     return _C.STAGING_BYTES if device.type == "cuda" else 0
 
 
+def _rows(regions: Iterable[Region], files: FilePlan, device: torch.device) -> list[tuple[str, int]]:
+    """Returns the bytes of host memory by purpose. `regions`: what is left of the home beside files."""
+    rows = [(region.purpose, region.bytes) for region in regions]
+    if files.sizes:
+        rows.append((STATE_SLOTS, files.memory))
+    if staging_bytes(device):
+        rows.append((STAGING_RING, staging_bytes(device)))
+    return rows
+
+
 def _check_host(planned: WrapPlan, is_carried_out: bool, free: Free) -> None:
     """Refuses a home that does not fit this machine.
 
     A model without memory may be planned for another machine: it gets a note instead.
     """
-    rows = [(region.purpose, region.bytes) for region in planned.regions]
-    if planned.files.sizes:
-        rows.append((STATE_SLOTS, planned.files.memory))
-    if staging_bytes(planned.device):
-        rows.append((STAGING_RING, staging_bytes(planned.device)))
+    rows = _rows(planned.regions, planned.files, planned.device)
     budget = planned.budgets.host
     without_memory = not is_carried_out and any(
         slot.parameter.is_meta for unit in planned.units for slot in unit.parameters
