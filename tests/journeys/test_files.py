@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,32 @@ def test_a_tensor_of_state_raises_when_its_memory_is_gone(folder):
     now = optimizer.state[parameter]["exp_avg"]
     assert now is moment
     assert not torch.equal(now, before)
+
+
+def test_a_tensor_of_state_raises_when_looks_have_taken_the_memory_that_a_load_gave_it(folder):
+    model, optimizer = wrapped(files=folder)
+    train(model, optimizer, 0, 2)
+    units = wrapped_by(model).context.plan.files.sizes
+    parameters = [wrapped_by(model).context.units[unit].parameters[0].parameter for unit in units]
+    moments = {parameter: optimizer.state[parameter]["exp_avg"] for parameter in parameters}
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 2, 3)
+    optimizer.load_state_dict(saved)
+    for parameter in parameters[:-1]:
+        optimizer.state[parameter]
+    with pytest.raises(RuntimeError, match="lies in a file now"):
+        moments[parameters[-1]].sum()
+
+
+def test_a_state_that_the_user_has_put_in_place_is_in_the_state_dict(folder):
+    there, here = wrapped(dtype=torch.bfloat16), wrapped(dtype=torch.bfloat16, files=folder)
+    found = []
+    for model, optimizer in (there, here):
+        moments = {p: {"step": torch.tensor(1.0), "exp_avg": torch.ones_like(p)} for p in model.parameters()}
+        optimizer.state = defaultdict(dict, moments)
+        found.append({str(key): values["low_bits"] for key, values in optimizer.state_dict()["state"].items()})
+    assert len(found[0]) == len(list(there[0].parameters()))
+    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])

@@ -160,7 +160,8 @@ def test_each_record_is_read_once_and_none_is_written_and_the_bar_hears_of_each(
     assert len(done) >= 2 * len(sizes)
 
 
-def test_moments_that_were_taken_before_a_save_cannot_be_written_behind_it(folder):
+@pytest.mark.parametrize("is_refused", [False, True], ids=["saved", "refused"])
+def test_moments_that_were_taken_before_a_save_cannot_be_written_behind_it(is_refused, folder):
     """A save does not write records back, so what is written into one would be lost."""
     _, (model, optimizer) = pair(folder)
     units = wrapped_by(model).context.plan.files.sizes
@@ -169,7 +170,11 @@ def test_moments_that_were_taken_before_a_save_cannot_be_written_behind_it(folde
     noria.save(folder / "saved", model, optimizer)
     taken[-1].mul_(2)  # until the next step they count
     train(model, optimizer, 3, 4)
-    noria.save(folder / "saved", model, optimizer)
+    if is_refused:
+        with pytest.raises(noria.UsageError, match="wrong"):
+            noria.save(folder / "saved", model, optimizer, wrong=Path("what weights_only does not read"))
+    else:
+        noria.save(folder / "saved", model, optimizer)
     for each in taken:
         with pytest.raises(RuntimeError, match="lies in a file now"):
             each.mul_(2)

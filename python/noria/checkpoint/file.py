@@ -91,12 +91,13 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
             contents["optimizer"] = _state_of(optimizer, unread)
             if places := _places(optimizer):
                 contents[_OF_THE_RUN] = {_PLACES: places}
-    if not shared:
-        _write(path, contents, unread)
-        return
-    with raised_by_all([ranks for _, _, ranks in shared], "noria.save"):
-        if shared[0][2].rank == 0:
+    with unread:
+        if not shared:
             _write(path, contents, unread)
+            return
+        with raised_by_all([ranks for _, _, ranks in shared], "noria.save"):
+            if shared[0][2].rank == 0:
+                _write(path, contents, unread)
 
 
 def _shared(model: Models, optimizer: Optimizers | None) -> list[tuple[RunState, RankSync, Ranks]]:

@@ -106,6 +106,8 @@ class FileState:
             new = wanted
         if new and (refusal := self._refusal_of(len(self._shown) + len(new))) is not None:
             raise refusal
+        if new:
+            self.end_touch()  # its slot may be the only one that is free
         for unit in new:
             self._engine.home.access_home(unit, False)
             self._engine.home.access_state(unit, writes=True, holds=True)

@@ -21,7 +21,10 @@ __all__ = ["UnreadTensors"]
 
 
 class UnreadTensors:
-    """Makes the stand-ins of one save. Tensors that share a storage share it in the file, too."""
+    """Makes the stand-ins of one save. Tensors that share a storage share it in the file, too.
+
+    Stand-ins can be written inside of `with` this object.
+    """
 
     def __init__(self) -> None:
         self._storages: dict[tuple[int, torch.dtype], _UnreadStorage] = {}
@@ -34,7 +37,7 @@ class UnreadTensors:
         """Returns what `torch.save` writes as it would write `tensor`. No operator works on it.
 
         `read` returns the tensor's storage, with its bytes. They are written before the next `read`. `end` is called
-        when all have been written.
+        when nothing more will be.
         """
         self._ends.add(end)
         key = (_C.storage_of(tensor), tensor.dtype)
@@ -43,6 +46,13 @@ class UnreadTensors:
             made = self._storages[key] = _UnreadStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]
             made._read, made._owner = read, self
         return _UnreadTensor.of(tensor, self._storages[key])
+
+    def __enter__(self) -> UnreadTensors:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for end in self._ends:
+            end()
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[None]:
@@ -56,11 +66,7 @@ class UnreadTensors:
 
         with Bar(what, sum(each.nbytes() for each in self._storages.values())) as bar:
             self._tell = tell
-            try:
-                yield
-            finally:
-                for end in self._ends:
-                    end()
+            yield
 
     def note_read(self, num_bytes: int) -> None:
         self._tell(num_bytes)

@@ -127,7 +127,9 @@ class HomeState:
     def look(self, parameter: object) -> None:
         """Finishes updates as `settle` does. State that lies in files then has memory until the next step."""
         self.settle(parameter)
-        looked_at = dict.keys(self.shown) if parameter is None else [parameter]
+        looked_at = [parameter]
+        if parameter is None:  # the user may have replaced the state since
+            looked_at = [*dict.keys(self.shown), *dict.keys(self.members.optimizer.state)]
         # What a step has in place of the parameters has no slot, and no state in files.
         slots = [self.context.slot_of.get(each) for each in looked_at if isinstance(each, nn.Parameter)]
         self.context.files.show(list(dict.fromkeys(slot.unit for slot in slots if slot is not None)))
