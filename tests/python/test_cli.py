@@ -326,8 +326,9 @@ def test_so_it_does_beside_units_that_are_much_larger(num_blocks):
         return noria.plan(model, torch.optim.AdamW(model.parameters()), **policy)
 
     budget = planned(num_blocks, 1 << 30).home_bytes
-    for each in (planned(2, 1 << 30), planned(200, 1 << 30)):
-        assert (each.ring.num_slots == 0) == (len(each.units) < 10)
+    in_place, in_slots = planned(2, 1 << 30), planned(245, 70 << 20)
+    assert in_place.ring.num_slots == 0 and in_slots.ring.num_slots > 0
+    for each in (in_place, in_slots):
         found = largest_model(each, budget)
         planned(found.num_blocks, budget)
         with pytest.raises(noria.UsageError, match="host_memory of at least"):
