@@ -66,10 +66,6 @@ class FilePlan:
         others = [f'{format_bytes(size)} with state_dtype="{each}"' for each, size in self.instead.items()]
         return f"instead of {format_bytes(self.file_bytes)} in files: {', '.join(others)}" if others else ""
 
-    def home_bytes(self, regions: Sequence[Region]) -> int:
-        """Returns what is left of these arenas in host memory, slots included."""
-        return sum(region.bytes for region in self.regions(regions)) + self.memory
-
     def regions(self, regions: Sequence[Region]) -> list[Region]:
         """Returns the arenas that are left in host memory."""
         if not self.sizes:

@@ -72,7 +72,10 @@ class FileState:
 
     @contextlib.contextmanager
     def reading(self, unit: int) -> Iterator[None]:
-        """Gives the unit's state memory while the block reads it."""
+        """Gives the unit's state memory while the block reads it. State that lies in no file has memory anyway."""
+        if not self.has(unit):
+            yield
+            return
         is_touched = unit == self._touched
         self.touch(unit, writes=False)
         try:
