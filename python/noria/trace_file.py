@@ -8,12 +8,10 @@ import itertools
 import json
 from pathlib import Path
 
+from noria import _C
 from noria._errors import usage_error
 
-__all__ = ["LANES", "TracedSpan", "covered", "is_step", "read_trace", "whole_steps"]
-
-
-LANES = ("compute", "fetch", "drain", "collect", "peer", "update")
+__all__ = ["TracedSpan", "covered", "is_step", "read_trace", "whole_steps"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,7 +52,7 @@ def read_trace(path: Path) -> list[TracedSpan]:
         for event in events:
             if event["ph"] in ("s", "f"):
                 arrows.setdefault(event["id"], {})[event["ph"]] = (lanes[event["tid"]], event["ts"])
-        if any(not isinstance(span.name, str) or span.lane not in LANES for span in spans):
+        if any(not isinstance(span.name, str) or span.lane not in _C.LANES for span in spans):
             raise ValueError("a name or a lane")
         sum(span.num_bytes + span.start + span.end for span in spans)  # all of them are numbers
     except OSError as error:
@@ -110,7 +108,7 @@ def whole_steps(spans: list[TracedSpan]) -> list[tuple[float, float]]:
     else:
         ends = [
             each.end
-            for each, later in zip(compute, [*compute[1:], None], strict=True)
+            for each, later in itertools.zip_longest(compute, compute[1:])
             if each.verb == "backward" and (later is None or later.verb == "forward")
         ]
     return list(itertools.pairwise(ends))

@@ -664,6 +664,14 @@ def test_trace_says_who_waited_for_whom_and_how_long(capsys, tmp_path):
     assert compute == ["compute", "3", "5.0", "ms", "53%", "3.0", "ms"]
 
 
+def test_trace_knows_every_lane(capsys, tmp_path):
+    spans = [(number, lane, "update", 0, 0, 1000) for number, lane in enumerate(_C.LANES)]
+    status, out, err = run(capsys, "trace", written(tmp_path, spans))
+    assert status == 0, err
+    table = out.partition("waits by kind")[0].splitlines()[1:]
+    assert [row.split()[0] for row in table if "1.0 ms" in row] == list(_C.LANES)
+
+
 def test_trace_counts_what_a_lane_covers_not_what_overlaps(tmp_path):
     path = written(tmp_path, [(0, "update", "update", 0, 0, 100), (1, "update", "update", 1, 50, 200)])
     assert covered(read_trace(path)) == 200

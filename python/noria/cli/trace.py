@@ -8,9 +8,10 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
+from noria import _C
 from noria._errors import usage_error
 from noria.cli.tables import show, time_text
-from noria.trace_file import LANES, covered, is_step, read_trace, whole_steps
+from noria.trace_file import covered, is_step, read_trace, whole_steps
 
 __all__ = ["run_trace"]
 
@@ -23,7 +24,7 @@ def run_trace(args: argparse.Namespace) -> int:
     spans = read_trace(args.file)
     begin, end = min(span.start for span in spans), max(span.end for span in spans)
     lanes = {span.lane: None for span in sorted(spans, key=lambda span: span.start)}
-    order = [lane for lane in LANES if lane in lanes]
+    order = [lane for lane in _C.LANES if lane in lanes]
     rows = []
     for lane in order:
         own = [span for span in spans if span.lane == lane and not is_step(span)]
