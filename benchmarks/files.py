@@ -11,6 +11,8 @@
     step     steps of a chain of equal layers whose moments lie in files, at the disk's speed, at 1/2 and at 1/4 of it,
              in turns with the same chain without files. Compute is paced: at the disk's own speed it takes as long as
              the disk.
+    frozen   the same with frozen weights in files; only biases train. Each pass reads all, so at the disk's own speed
+             forward and backward each take as long as one reading. The bound is max(T, all reads).
     rival    a GPT in bf16, whose optimizer state lies in files, by noria and by DeepSpeed's ZeRO-3 with NVMe offload.
              Processes of their own take steps in turns. Memory is the kernel's count, less what would lie on a device.
              Run `python -m benchmarks.rivals --systems zero-3` first.
@@ -170,12 +172,18 @@ class Steps:
             optimizer = torch.optim.AdamW(model.parameters())
             policy["host_memory"] = least_host_memory(model, optimizer, device="cpu", kernel="fused", **policy)
         self._run = overlap.Run(model, batch, {lane: (each, 0.0) for lane, each in limit.items()}, **policy)
-        self.files = wrapped_by(self._run.model).context.home.files
-        self.num_records = len(wrapped_by(self._run.model).context.plan.files.sizes)
+        context = wrapped_by(self._run.model).context
+        self.plan, self.files = context.plan.files, context.home.files
+        self._lanes = dict.fromkeys(("read", "write") if self.plan.sizes else (), self.plan.state_bytes)
+        if self.plan.weights:
+            self._lanes["read_weights"] = self.plan.weights_bytes
         self.losses: list[float] = []
 
     def turn(self, num_steps: int) -> dict[str, float]:
-        """Of a step. `read_s`: to read each record once, at the speed of these steps. `reads`: how often each was."""
+        """Of a step. `read_s`: to read each record once, at the speed of these steps. `read_times`: how often each was.
+
+        Likewise for writes, and for `read_weights`.
+        """
         before = self._moved()
         self._run.forget()
         self._run.block(num_steps)
@@ -185,16 +193,15 @@ class Steps:
         for lane, (num_bytes, taken_us) in self._moved().items():
             moved, taken_s = num_bytes - before[lane][0], (taken_us - before[lane][1]) / 1e6
             found[f"{lane}_gib_s"] = moved / GIB / taken_s
-            found[f"{lane}_s"] = self.files.file_bytes / moved * taken_s
-            found[f"{lane}s"] = moved / self.files.file_bytes / (num_steps + 1)
-            found["last"] = self.files.num_slots / self.num_records
+            found[f"{lane}_s"] = self._lanes[lane] / moved * taken_s
+            found[f"{lane}_times"] = moved / self._lanes[lane] / (num_steps + 1)
+        if self.plan.sizes:
+            found["last"] = self.plan.num_slots / len(self.plan.sizes)
         return found
 
     def _moved(self) -> dict[str, tuple[int, int]]:
         """By lane: bytes, and us that it was busy."""
-        if self.files is None:
-            return {}
-        stats = {lane: self._run.engine.statistics.file_stats(lane) for lane in ("read", "write")}
+        stats = {lane: self._run.engine.statistics.file_stats(lane) for lane in self._lanes}
         return {lane: (each["bytes"], each["busy_us"]) for lane, each in stats.items()}
 
     def end(self) -> None:
@@ -210,7 +217,7 @@ def disk_speed(model: nn.Module, batch: torch.Tensor, folder: Path) -> tuple[dic
     steps.end()
     speed = {lane: median(turn[f"{lane}_gib_s"] for turn in turns) for lane in ("read", "write")}
     slower_s = max(median(turn[f"{lane}_s"] for turn in turns) for lane in speed)
-    return speed, slower_s / steps.num_records
+    return speed, slower_s / len(steps.plan.sizes)
 
 
 def step(args: argparse.Namespace, folder: Path) -> None:
@@ -240,7 +247,7 @@ def step(args: argparse.Namespace, folder: Path) -> None:
         summary[f"{mode}, {name}"] = row
         seconds = (f"{row[key]:.3f}" for key in ("alone_s", "read_s", "write_s", "step_s"))
         rows.append(
-            [f"{mode}, {name}", *(f"{row[key]:.2f}" for key in ("read_gib_s", "write_gib_s", "reads")), *seconds]
+            [f"{mode}, {name}", *(f"{row[key]:.2f}" for key in ("read_gib_s", "write_gib_s", "read_times")), *seconds]
             + [shown(row["over_bound"]), shown(row["over_own_bound"]), f"{row['over_alone']['median']:.3f}"]
         )
     files = runs["auto", "full"].files
@@ -267,6 +274,62 @@ def row_of(mode: str, turns: Sequence[dict[str, float]], alone: Sequence[dict[st
     found["over_own_bound"] = ranged([turn["step_s"] / bound_s(mode, turn, other) for turn, other in pairs])
     found["over_alone"] = ranged([turn["step_s"] / other["step_s"] for turn, other in pairs])
     return found
+
+
+# ---- frozen weights ----
+
+
+def frozen_chain(*of_chain: Any) -> nn.Module:
+    model = overlap.Chain(*of_chain)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim < 2)
+    return model
+
+
+def frozen(args: argparse.Namespace, folder: Path) -> None:
+    began = _common.hardware()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    batch = torch.randn(32, args.width)
+    steps = Steps(frozen_chain(args.blocks, args.width), batch, "auto", folder, {})
+    steps.turn(2)
+    turns = [steps.turn(2) for _ in range(3)]
+    steps.end()
+    speed = median(turn["read_weights_gib_s"] for turn in turns)
+    block_s = args.compute * median(turn["read_weights_s"] for turn in turns) / len(steps.plan.weights)
+    model = frozen_chain(args.blocks, args.width, block_s, block_s)  # each pass reads all
+    limits = {"no files": {}, "full": {}, "1/2": {"read_weights": speed / 2}}
+    runs = {name: Steps(model, batch, "auto", None if name == "no files" else folder, limits[name]) for name in limits}
+    for run in runs.values():
+        run.turn(2)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for _ in range(args.rounds):
+        for name, run in runs.items():
+            found[name].append(run.turn(args.steps))
+    summary: dict[str, Any] = {"same_losses": len({tuple(run.losses) for run in runs.values()}) == 1}
+    rows = []
+    for name in list(runs)[1:]:
+        pairs = list(zip(found[name], found["no files"], strict=True))
+        row: dict[str, Any] = {key: median(turn[key] for turn in found[name]) for key in found[name][0]}
+        row["alone_s"] = median(other["step_s"] for _, other in pairs)
+        row["over_bound"] = ranged(
+            [
+                turn["step_s"] / max(other["step_s"], turn["read_weights_s"] * turn["read_weights_times"])
+                for turn, other in pairs
+            ]
+        )
+        summary[name] = row
+        keys = ("read_weights_gib_s", "read_weights_times", "alone_s", "read_weights_s", "step_s")
+        rows.append([name, *(f"{row[key]:.3f}" for key in keys), shown(row["over_bound"])])
+    plan = runs["full"].plan
+    title = f"{args.blocks} units, {plan.weights_bytes / GIB:.3g} GiB of weights in files; GiB/s, reads a step, s"
+    _common.show(title, ["disk", "read", "reads", "T", "R of one", "step", "/ bound"], rows)
+    print(f"same losses in all runs: {summary['same_losses']}")
+    settings = {name: getattr(args, name) for name in ("blocks", "width", "compute", "rounds", "steps")}
+    settings |= {"speed_gib_s": speed, "block_s": block_s, "weights_bytes": plan.weights_bytes}
+    for run in runs.values():
+        run.end()
+    _common.Result("files_frozen", {**found}, summary, settings).write(args, began)
 
 
 # ---- DeepSpeed ----
@@ -335,6 +398,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], None]] = {
     "door": door,
     "sweep": sweep,
     "step": step,
+    "frozen": frozen,
     "rival": rival,
     "largest": largest,
 }

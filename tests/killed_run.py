@@ -26,12 +26,13 @@ from noria.testing import omit_wait, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
 
+from tests.journeys import test_files, test_frozen_files
 from tests.journeys.pairs import HOSTILE
-from tests.journeys.test_files import train, wrapped
+from tests.journeys.test_files import train
 from tests.rounds import serve
 
 STEPS, SAVE_EVERY, KILLED_SAVE = 6, 2, 4
-LANES = ("read", "write")
+LANES = ("read", "write", "read_weights")
 
 
 def die() -> None:
@@ -68,7 +69,8 @@ def die_behind(model: nn.Module, lane: str, last: int) -> None:
 
 
 def run(rank: int, size: int, folder: Path, orders: dict[str, Any], timeout_s: float) -> None:
-    """`orders`: the `checkpoint` to go on from and to save; `policy`; the `seed` of all that is late. These may lack:
+    """`orders`: the `checkpoint` to go on from and to save; `policy`; the `seed` of all that is late; `freezes`, that
+    some weights are frozen. These may lack:
     `kill`, a moment and its number; `counts`, that it counts calls; `until`, the step to end at; `omit`, a kind of
     wait; `hold_us`, by verb."""
     torch.set_num_threads(1)
@@ -76,7 +78,8 @@ def run(rank: int, size: int, folder: Path, orders: dict[str, Any], timeout_s: f
     faults = _C.RandomFileFaults(orders["seed"], short_answers=0.2, interruptions=0.1, max_delay_us=300)
     hostility = {**HOSTILE, "seed": orders["seed"], "hold_us": orders.get("hold_us", {})}
     with on_machine(hostility=hostility, file_faults=faults):
-        model, optimizer = wrapped(**orders["policy"])
+        module = test_frozen_files if orders["freezes"] else test_files
+        model, optimizer = module.wrapped(**orders["policy"])
     omit_wait(model, orders.get("omit", ""))
     begin = noria.load(checkpoint, model, optimizer)["step"] if checkpoint.exists() else 0
     print("began at", begin, flush=True)

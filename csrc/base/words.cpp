@@ -8,12 +8,12 @@
 namespace noria {
 namespace {
 
-constexpr std::array<std::string_view, kNumLanes> kLanes{"compute", "fetch",  "drain", "collect",
-                                                         "peer",    "update", "read",  "write"};
+constexpr std::array<std::string_view, kNumLanes> kLanes{"compute", "fetch", "drain", "collect",     "peer",
+                                                         "update",  "read",  "write", "read_weights"};
 constexpr std::array<std::string_view, kNumVerbs> kVerbs{
-    "forward", "backward", "user",  "fetch",       "drain",       "update",     "evict",      "poison",
-    "load",    "draft",    "undo",  "sum",         "gather",      "reduce",     "save",       "offload",
-    "reload",  "probe",    "stash", "fetch_state", "drain_state", "read_state", "write_state"};
+    "forward", "backward", "user",  "fetch",       "drain",       "update",     "evict",       "poison",
+    "load",    "draft",    "undo",  "sum",         "gather",      "reduce",     "save",        "offload",
+    "reload",  "probe",    "stash", "fetch_state", "drain_state", "read_state", "write_state", "read_weights"};
 constexpr std::array<std::string_view, 2> kPhases{"forward", "backward"};
 
 template <std::size_t N>

@@ -37,7 +37,7 @@ Purpose parse_purpose(const std::string& text) {
   for (Purpose purpose : {Purpose::weights, Purpose::gradient_buffer, Purpose::working_copy, Purpose::held_gradient,
                           Purpose::optimizer_state, Purpose::gradient_sum, Purpose::gradient_scales,
                           Purpose::unreduced_gradient, Purpose::saved_tensor, Purpose::saved_copy, Purpose::peer_copy,
-                          Purpose::update_slot, Purpose::record, Purpose::state_slot}) {
+                          Purpose::update_slot, Purpose::record, Purpose::state_slot, Purpose::weights_slot}) {
     words.emplace_back(to_string(purpose), purpose);
   }
   return parse("purpose", text, words);

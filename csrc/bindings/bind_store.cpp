@@ -86,23 +86,54 @@ std::byte* address(std::uintptr_t memory) {
   return reinterpret_cast<std::byte*>(memory);  // NOLINT(performance-no-int-to-ptr)
 }
 
+FileStoreOptions file_options(const std::string& door, std::shared_ptr<Pace> pace, std::shared_ptr<FileFaults> faults) {
+  FileStoreOptions options;
+  options.door = parse_door(door);
+  if (pace) options.pace = std::move(pace);
+  if (faults) options.faults = std::move(faults);
+  return options;
+}
+
 void bind_files(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   m.def("uring_absent_reason", &uring_absent_reason);
-  py::class_<FileStore>(m, "FileStore")
-      .def(py::init([](const std::vector<std::string>& folders, const std::string& door, int depth, std::int64_t part) {
-             FileStoreOptions options;
-             options.door = parse_door(door);
+  py::class_<FileStore, std::shared_ptr<FileStore>>(m, "FileStore")
+      .def(py::init([](const std::vector<std::string>& folders, const std::string& door, int depth, std::int64_t part,
+                       std::shared_ptr<Pace> pace, std::shared_ptr<FileFaults> faults) {
+             FileStoreOptions options = file_options(door, std::move(pace), std::move(faults));
              options.depth = depth;
              options.part = Bytes{part};
              const py::gil_scoped_release no_gil;
-             return std::make_unique<FileStore>(folders, options);
+             return std::make_shared<FileStore>(folders, options);
            }),
            py::arg("folders"), py::arg("door") = "auto", py::arg("depth") = FileStoreOptions{}.depth,
-           py::arg("part") = FileStoreOptions{}.part.count)
+           py::arg("part") = FileStoreOptions{}.part.count, py::arg("pace") = py::none(),
+           py::arg("faults") = py::none())
       .def(
           "add", [](FileStore& store, std::int64_t bytes) { return store.add(Bytes{bytes}); }, py::arg("bytes"))
+      .def(
+          "add_mapped", [](FileStore& store, std::int64_t bytes) { return store.add_mapped(Bytes{bytes}); },
+          py::arg("bytes"))
       .def("reserve", &FileStore::reserve, Release())
+      .def(
+          "map",
+          [](FileStore& store, int record, const std::shared_ptr<Arena>& arena, std::int64_t offset) {
+            store.map(record, arena, Bytes{offset});
+          },
+          py::arg("record"), py::arg("arena"), py::arg("offset"), Release())
+      .def(
+          "take_in",
+          [](FileStore& store, Arena& arena) {
+            const auto forget = [&] { store.forget_mappings(static_cast<int>(arena.elsewhere().size())); };
+            try {
+              arena.take_in([&](int record, std::byte* memory) { store.read(record, memory); });
+            } catch (...) {
+              forget();
+              throw;
+            }
+            forget();
+          },
+          py::arg("arena"), Release())
       .def(
           "read", [](FileStore& store, int record, std::uintptr_t memory) { store.read(record, address(memory)); },
           py::arg("record"), py::arg("memory"), Release())
@@ -128,12 +159,9 @@ void bind_files(py::module_& m) {
                        std::shared_ptr<Pace> pace, std::shared_ptr<FileFaults> faults, const std::string& door) {
              std::vector<Bytes> bytes;
              for (const std::int64_t size : sizes) bytes.push_back(Bytes{size});
-             FileStoreOptions options;
-             options.door = parse_door(door);
-             if (faults) options.faults = std::move(faults);
-             if (!pace) pace = std::make_shared<Pace>();
+             const FileStoreOptions options = file_options(door, std::move(pace), std::move(faults));
              const py::gil_scoped_release no_gil;
-             return std::make_shared<FileHome>(folders, bytes, num_slots, options, std::move(pace));
+             return std::make_shared<FileHome>(folders, bytes, num_slots, options);
            }),
            py::arg("folders"), py::arg("sizes"), py::arg("num_slots"), py::arg("pace") = py::none(),
            py::arg("faults") = py::none(), py::arg("door") = "auto")
@@ -157,7 +185,12 @@ void bind_store(py::module_& m) {
 
   m.def("num_usable_cpus", &num_usable_cpus);
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
-      .def(py::init([](std::int64_t bytes) { return std::make_shared<Arena>(Bytes{bytes}); }), py::arg("bytes"))
+      .def(py::init([](std::int64_t bytes, const std::vector<std::pair<std::int64_t, std::int64_t>>& elsewhere) {
+             std::vector<ByteRange> ranges;
+             for (const auto& [begin, end] : elsewhere) ranges.push_back({Bytes{begin}, Bytes{end}});
+             return std::make_shared<Arena>(Bytes{bytes}, std::move(ranges));
+           }),
+           py::arg("bytes"), py::arg("elsewhere") = std::vector<std::pair<std::int64_t, std::int64_t>>())
       .def(
           "register_with",
           [](Arena& arena, std::shared_ptr<Backend> backend, const std::string& use) {
@@ -170,7 +203,7 @@ void bind_store(py::module_& m) {
       .def("allow_fork", &Arena::allow_fork, Release())
       .def("close", &Arena::close, Release())
       .def_property_readonly("data", [](const Arena& arena) { return reinterpret_cast<std::uintptr_t>(arena.data()); })
-      .def_property_readonly("bytes", [](const Arena& arena) { return arena.bytes().count; })
+      .def_property_readonly("bytes", [](const Arena& arena) { return arena.memory_bytes().count; })
       .def_property_readonly("mapped_bytes", [](const Arena& arena) { return arena.mapped_bytes().count; })
       .def_property_readonly("registered", &Arena::registered);
 

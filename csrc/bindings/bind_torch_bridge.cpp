@@ -38,6 +38,7 @@ struct UnitSpec {
   std::int64_t weights, gradients;
   std::int64_t working, held;
   std::vector<ParameterSpec> parameters;
+  std::pair<std::int64_t, std::int64_t> in_file;  // where the bytes at `working` begin and end that a file has
 };
 
 /// Reads the units, and makes their home buffers: ranges of regions. Each purpose has its region, which is a place of
@@ -53,6 +54,7 @@ UnitMap<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable&
     facts.weights = Bytes{spec.weights};
     facts.gradients = Bytes{spec.gradients};
     unit.engine.working = pointer(spec.working);
+    unit.engine.in_file = {Bytes{spec.in_file.first}, Bytes{spec.in_file.second}};
     if (facts.gradients > Bytes{0}) unit.engine.held = pointer(spec.held);
     const auto range = [&](HomeRegion region, Bytes& end, Bytes bytes, Format format, Purpose purpose) {
       const Buffer buffer{{Place::Kind::host, region}, end, bytes, format, purpose, id};
@@ -80,13 +82,17 @@ UnitMap<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable&
 /// Holds address, bytes of a slot, number of slots.
 using RingOfSlots = std::tuple<std::int64_t, std::int64_t, int>;
 
+/// Holds the files that have frozen weights, records by unit, and slots.
+using WeightsInFiles = std::tuple<std::shared_ptr<FileStore>, std::vector<int>, RingOfSlots>;
+
 std::shared_ptr<TorchBridge>
 make_torch_bridge(const std::vector<UnitSpec>& specs, std::shared_ptr<Backend> backend,
                   std::shared_ptr<HostOptimizer> optimizer, const std::string& device, std::int64_t arena,
                   std::int32_t window, bool prefetch_at_step, std::shared_ptr<Arena> held_home,
                   const std::optional<RingOfSlots>& ring, const std::shared_ptr<Collectives>& collectives, bool assists,
                   std::int64_t reduce_scratch, std::int64_t assist_scratch, std::optional<std::int64_t> least_saved,
-                  std::optional<std::int64_t> saved_room, std::shared_ptr<FileHome> files, std::vector<int> records) {
+                  std::optional<std::int64_t> saved_room, std::shared_ptr<FileHome> files, std::vector<int> records,
+                  const std::optional<WeightsInFiles>& file_weights) {
   BufferTable buffers;
   const Shards shards = collectives ? collectives->shards() : Shards{};
   UnitMap<BridgedUnit> units = read_units(specs, buffers, shards);
@@ -97,6 +103,11 @@ make_torch_bridge(const std::vector<UnitSpec>& specs, std::shared_ptr<Backend> b
   options.prefetch_at_step = prefetch_at_step;
   options.saves = least_saved.has_value();
   options.files = {std::move(files), std::move(records)};
+  if (file_weights) {
+    const auto& [store, of_units, slots] = *file_weights;
+    const auto& [address, slot, num_slots] = slots;
+    options.file_weights = {store, of_units, pointer(address), Bytes{slot}, num_slots};
+  }
   if (saved_room) options.saved_room = Bytes{*saved_room};
   if (ring) {
     const auto& [address, slot, num_slots] = *ring;
@@ -190,11 +201,12 @@ void bind_torch_bridge(py::module_& m) {
            py::arg("gradient_offset"), py::arg("scales"));
   py::class_<UnitSpec>(m, "UnitSpec")
       .def(py::init([](std::string name, std::int64_t weights, std::int64_t gradients, std::int64_t working,
-                       std::int64_t held, std::vector<ParameterSpec> parameters) {
-             return UnitSpec{std::move(name), weights, gradients, working, held, std::move(parameters)};
+                       std::int64_t held, std::vector<ParameterSpec> parameters,
+                       std::pair<std::int64_t, std::int64_t> in_file) {
+             return UnitSpec{std::move(name), weights, gradients, working, held, std::move(parameters), in_file};
            }),
            py::kw_only(), py::arg("name"), py::arg("weights"), py::arg("gradients"), py::arg("working"),
-           py::arg("held"), py::arg("parameters"));
+           py::arg("held"), py::arg("parameters"), py::arg("in_file"));
   py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(m, "SavedTensor");
   bind_bridge_autograd(m);
   bind_bridge_engine(m);
@@ -204,7 +216,7 @@ void bind_torch_bridge(py::module_& m) {
            py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("held_home"), py::arg("ring"),
            py::arg("collectives"), py::arg("assists"), py::arg("reduce_scratch"), py::arg("assist_scratch"),
            py::arg("least_saved") = py::none(), py::arg("saved_room") = py::none(), py::arg("files") = py::none(),
-           py::arg("records") = std::vector<int>())
+           py::arg("records") = std::vector<int>(), py::arg("file_weights") = py::none())
       .def_property_readonly("hooks", part<EngineHooks>())
       .def_property_readonly("gradients", part<EngineGradients>())
       .def_property_readonly("home", part<EngineHome>())

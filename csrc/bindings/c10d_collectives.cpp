@@ -94,7 +94,11 @@ class C10dCollectives final : public Collectives {
   void give(const ShardSend& given, const Wanting& wanting) override {
     together("a gather of " + to_string(given.shard * shards().size) + ", which only other ranks want whole,", [&] {
       const at::Tensor own = over(given.scratch, at::kByte, given.shard);
-      own.copy_(at_home(given.own, at::kByte, given.shard), /*non_blocking=*/true);
+      std::int64_t begin = 0;
+      for (const auto& [piece, bytes] : given.own) {
+        own.narrow(0, begin, bytes.count).copy_(at_home(piece, at::kByte, bytes), /*non_blocking=*/true);
+        begin += bytes.count;
+      }
       gather_for(wanting, own, {});
     });
   }

@@ -21,6 +21,11 @@ void HomeView::open(const std::vector<UnitId>& units, const std::vector<std::byt
                      "call it before the forward or after backward()");
   }
   for (const UnitId unit : units) {
+    if (!parts_.is_shared && storages_.is_staged(unit) && storages_.lies_in_file(unit)) {
+      throw UsageError("noria.materialize on weights in host memory, which the device can read",
+                       "frozen weights of unit \"" + parts_.parameters.unit_name(unit) + "\" in a file",
+                       "read them from model.state_dict(), and write them by model.load_state_dict()");
+    }
     if (!parts_.is_shared && storages_.is_staged(unit)) {
       throw UsageError("noria.materialize on weights in pinned memory, which the device can read",
                        "weights that the driver refused to pin (noria.report names the reason)",

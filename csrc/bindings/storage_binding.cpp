@@ -68,6 +68,7 @@ void StorageBinding::bind(const UnitMap<BridgedUnit>& units) {
   const std::size_t num_units = units.size();
   facts_ = UnitMap<UnitFacts>(num_units, {});
   working_ = UnitMap<std::byte*>(num_units, nullptr);
+  in_file_ = UnitMap<ByteRange>(num_units, {});
   between_passes_ = in_pass_ = UnitMap<std::string>(num_units, {});
   if (!parts_.device.is_cpu()) looks_.emplace(parts_.device, num_units);
   versions_.resize(static_cast<std::size_t>(parts_.parameters.size()), 0);
@@ -76,6 +77,7 @@ void StorageBinding::bind(const UnitMap<BridgedUnit>& units) {
     const EngineUnit& engine = units[unit].engine;
     facts_[unit] = engine.facts;
     working_[unit] = engine.working;
+    in_file_[unit] = engine.in_file;
     between_passes_[unit] = text_between_passes(engine.facts.name, parts_.is_shared);
     in_pass_[unit] = text_in_pass(engine.facts.name);
     storages.push_back(std::make_unique<UnitStorage>(engine.facts.weights.count, parts_.device, between_passes_[unit]));
@@ -153,18 +155,26 @@ bool StorageBinding::evict(UnitId unit) {
 }
 
 // On the device if it can address the home, else on the host.
-at::Tensor StorageBinding::home_bytes(const HomePart& part) const {
-  std::byte* const seen = parts_.backend.device_address(part.memory);
+at::Tensor StorageBinding::home_bytes(const HomePiece& piece) const {
+  std::byte* const seen = piece.is_in_file ? nullptr : parts_.backend.device_address(piece.memory);
   const c10::Device device = seen != nullptr ? parts_.device : c10::Device(c10::kCPU);
-  return tensor_over(seen != nullptr ? seen : part.memory, part.bytes.count, device, at::kByte, {part.bytes.count},
+  return tensor_over(seen != nullptr ? seen : piece.memory, piece.bytes.count, device, at::kByte, {piece.bytes.count},
                      {1});
+}
+
+std::byte* StorageBinding::home_of(UnitId unit) const {
+  if (working_[unit] == nullptr || (!parts_.device.is_cpu() && lies_in_file(unit))) return nullptr;
+  return parts_.backend.device_address(working_[unit]);
 }
 
 bool StorageBinding::is_as_at_home(UnitId unit, const at::Tensor& shown) const {
   if (working_[unit] == nullptr) return true;
   for (const HomePart& part : home_parts(facts_[unit], working_[unit], parts_.shards)) {
-    const at::Tensor home = home_bytes(part);
-    if (!at::equal(shown.narrow(0, part.begin.count, part.bytes.count).to(home.device()), home)) return false;
+    for (const HomePiece& piece : pieces_of(part, working_[unit], in_file_[unit])) {
+      const at::Tensor home = home_bytes(piece);
+      const Bytes begin = part.begin + piece.begin;
+      if (!at::equal(shown.narrow(0, begin.count, piece.bytes.count).to(home.device()), home)) return false;
+    }
   }
   return true;
 }

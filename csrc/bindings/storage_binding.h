@@ -74,9 +74,9 @@ class StorageBinding {
 
   // ---- the home ----
   /// Returns the device's address of the unit's working copy; null if there is none, or the device cannot address it.
-  std::byte* home_of(UnitId unit) const {
-    return working_[unit] == nullptr ? nullptr : parts_.backend.device_address(working_[unit]);
-  }
+  std::byte* home_of(UnitId unit) const;
+  /// Returns true if a part of the working copy lies in a file.
+  bool lies_in_file(UnitId unit) const { return in_file_[unit].bytes() > Bytes{0}; }
   /// Returns true if the device cannot address the unit's working copy.
   bool is_staged(UnitId unit) const { return working_[unit] != nullptr && home_of(unit) == nullptr; }
 
@@ -84,7 +84,7 @@ class StorageBinding {
   class Writes;
 
   void place(int index);
-  at::Tensor home_bytes(const HomePart& part) const;
+  at::Tensor home_bytes(const HomePiece& piece) const;
   /// Compares the unit's bytes on the device with what this rank has at home. Waits for the device.
   bool is_as_at_home(UnitId unit, const at::Tensor& shown) const;
   std::string some_parameter_of(UnitId unit) const;
@@ -96,6 +96,7 @@ class StorageBinding {
   UnitMap<std::unique_ptr<UnitStorage>> storages_;
   UnitMap<UnitFacts> facts_;
   UnitMap<std::byte*> working_;                    // at home; null: the unit has none
+  UnitMap<ByteRange> in_file_;                     // of these
   std::optional<ByteLooks> looks_;                 // once bound, on a device; see Note [Looks]
   UnitMap<std::string> between_passes_, in_pass_;  // what an access to evicted weights raises
   std::atomic<bool> is_pass_under_way_{false};

@@ -90,7 +90,7 @@ using Wanting = std::vector<bool>;
 
 /// Describes what an assisting rank gives to a gather: its own shard.
 struct ShardSend {
-  const std::byte* own = nullptr;  // in host memory
+  std::vector<std::pair<const std::byte*, Bytes>> own;  // pieces in host memory, which follow each other in the shard
   Bytes shard;
   std::byte* scratch = nullptr;  // `shard` bytes on the device
 };

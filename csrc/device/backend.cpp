@@ -28,4 +28,14 @@ void wait_for_all(const std::vector<Ticket>& tickets) {
   if (failure) std::rethrow_exception(failure);
 }
 
+std::string why_failed(const Ticket& ticket) {
+  if (ticket == nullptr || !ticket->passed()) return {};
+  try {
+    ticket->wait_passed();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return {};
+}
+
 }  // namespace noria

@@ -77,6 +77,8 @@ using Ticket = std::shared_ptr<TicketState>;
 
 /// Waits for all tickets, even if some fail. Then throws the first failure.
 void wait_for_all(const std::vector<Ticket>& tickets);
+/// Returns why the op of this ticket has failed; empty if it has not, or not yet, or if there is no ticket.
+std::string why_failed(const Ticket& ticket);
 
 struct CopySpan {
   std::byte* to;

@@ -55,7 +55,12 @@ std::shared_ptr<const UnitShard> Collector::shard_of(UnitId id) const {
   shard->version = versions_[id];
   const Bytes trainable = shards.bytes_of(unit.facts.gradients);
   for (const HomePart& part : home_parts(unit.facts, unit.working, shards)) {
-    shard->weights.push_back({part.memory, part.bytes, scratch_.shard});
+    ShardSend& sent = shard->weights.emplace_back();
+    for (const HomePiece& piece : pieces_of(part, unit.working, unit.in_file)) {
+      sent.own.emplace_back(piece.memory, piece.bytes);
+    }
+    sent.shard = part.bytes;
+    sent.scratch = scratch_.shard;
   }
   shard->before_read = issuer_.before({unit.facts.working, issuer_.version(unit.facts.working), Access::Mode::read});
   if (unit.held == nullptr || !takes_sums_) return shard;

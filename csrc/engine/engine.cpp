@@ -24,8 +24,10 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, UnitMap<
       parts_{options_,    *backend_,        units_,  buffers_,
              callbacks_,  optimizer_.get(), issuer_, collector_ ? &*collector_ : nullptr,
              files_.get()},
+      file_weights_(options_.file_weights.store ? std::make_unique<FileWeights>(options_.file_weights, issuer_, units_)
+                                                : nullptr),
       copies_(issuer_),
-      fetcher_(issuer_, leases_, units_, options_.device, parts_.collector, copies_),
+      fetcher_(issuer_, leases_, units_, options_.device, parts_.collector, file_weights_.get(), copies_),
       drainer_(issuer_, leases_, units_, options_.device, callbacks_, parts_.collector, options_.ring.has_value()),
       activations_(options_.saves
                        ? std::make_optional<ActivationStore>(
@@ -86,16 +88,20 @@ void Engine::sweep() {
     runner_.forget_plan();
   }
   std::vector<OpLabel> failed;
-  try {
-    issuer_.sweep(failed);
-  } catch (...) {
+  const auto fetch_again = [&]() NORIA_REQUIRES(gate_) {
     for (const OpLabel& op : failed) {
       if (op.verb != Verb::fetch && op.verb != Verb::gather && op.verb != Verb::stash) continue;
       fetcher_.mark_stale(op.unit);
       runner_.forget_plan();
     }
+  };
+  try {
+    issuer_.sweep(failed);
+  } catch (...) {
+    fetch_again();
     throw;
   }
+  fetch_again();
 }
 
 void Engine::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream, bool recomputes) {
@@ -339,6 +345,7 @@ void Engine::set_trace(std::shared_ptr<Trace> trace) {
   if (optimizer_) optimizer_->set_trace(trace);
   if (activations_) activations_->set_trace(trace);
   if (files_) files_->set_trace(trace);
+  if (file_weights_) file_weights_->set_trace(trace);
   updates_.set_trace(trace);
   trace_ = std::move(trace);
 }
@@ -374,6 +381,7 @@ void Engine::idle() {
   backend_->idle();
   if (optimizer_) optimizer_->idle();
   if (files_) files_->idle();
+  if (file_weights_) file_weights_->idle();
   sweep();
 }
 
@@ -402,6 +410,9 @@ void Engine::close_lanes() {
   });
   attempt([&] {
     if (files_) files_->close();
+  });
+  attempt([&] {
+    if (file_weights_) file_weights_->close();
   });
   attempt([&] {
     if (options_.lane) options_.lane->close();

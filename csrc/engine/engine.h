@@ -12,6 +12,7 @@
 //   ActivationStore  what forwards save
 //   PeerCopies       units at peers
 //   StepStats        what happened
+//   FileStates, FileWeights  state and frozen weights that lie in files
 //
 // Ownership: owns all of these. Shares the backend and the host optimizer. Borrows the callbacks, which must outlive
 // it.
@@ -212,7 +213,7 @@ class Engine {
   Held<const Leases> leases() const NORIA_UNCHECKED { return {gate_, leases_}; }
   Held<Issuer> issuer() NORIA_UNCHECKED { return {gate_, issuer_}; }
   Held<const BufferTable> buffers() const NORIA_UNCHECKED { return {gate_, buffers_}; }
-  /// Of the read lane or the write lane. Counts nothing if no state lies in files.
+  /// Of a lane that reads or writes files. Counts nothing if nothing of it lies in files.
   LaneStats file_stats(Lane lane) const;
   /// Counts nothing if forwards may not save.
   SavedStats saved_stats() const;
@@ -243,6 +244,7 @@ class Engine {
   std::optional<Collector> collector_ NORIA_GUARDED_BY(gate_);  // set: ranks share the home
   const std::unique_ptr<FileStates> files_;                     // null: no state lies in files
   const EngineParts parts_;
+  const std::unique_ptr<FileWeights> file_weights_;  // null: all weights lie in host memory
   PeerCopies copies_ NORIA_GUARDED_BY(gate_);
   Fetcher fetcher_ NORIA_GUARDED_BY(gate_);
   Drainer drainer_ NORIA_GUARDED_BY(gate_);

@@ -7,6 +7,15 @@
 
 namespace noria {
 
+namespace {
+
+// If such an op has failed, the home is as it was.
+bool only_reads_home(Verb verb) {
+  return verb == Verb::fetch || verb == Verb::gather || verb == Verb::stash || verb == Verb::read_weights;
+}
+
+}  // namespace
+
 // ---- the home, seen from outside ----------------------------------------------------------------------------------
 
 void Engine::access_home(UnitId unit, bool write_weights) {
@@ -18,6 +27,7 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   if (write_weights) more.push_back({working, issuer_.next_version(working), Access::Mode::write});
   await_load(unit, more);
   if (!write_weights) return;
+  if (file_weights_ && file_weights_->has(unit)) file_weights_->note_written(unit);
   if (collector_) collector_->note_load(unit);
   runner_.forget_plan();
 }
@@ -34,13 +44,16 @@ bool Engine::await_load(UnitId unit, const std::vector<Access>& more) {
   op.accesses = {{state, issuer_.next_version(state), Access::Mode::write}};
   op.accesses.insert(op.accesses.end(), more.begin(), more.end());
   // It gives no ticket: the caller is done with the home before its next call, so no op ever has to wait for it.
-  try {
-    wait_for_all(issuer_.begin(op).waits);
-  } catch (...) {
-    if (updates_.torn().empty()) throw;
-    return false;
+  std::exception_ptr failure;
+  for (const Ticket& ticket : issuer_.begin(op).waits) {
+    try {
+      ticket->wait_passed();
+    } catch (...) {
+      if (!only_reads_home(ticket->label.verb)) failure = std::current_exception();
+    }
   }
-  return true;
+  if (failure && updates_.torn().empty()) std::rethrow_exception(failure);
+  return failure == nullptr;
 }
 
 void Engine::access_state(UnitId unit, bool writes, bool holds) {
@@ -62,6 +75,7 @@ void Engine::release_states() {
 
 LaneStats Engine::file_stats(Lane lane) const {
   const Entry entry(gate_);
+  if (lane == Lane::read_weights) return file_weights_ ? file_weights_->stats() : LaneStats{};
   return files_ ? files_->stats(lane) : LaneStats{};
 }
 

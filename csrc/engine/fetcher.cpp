@@ -29,8 +29,11 @@ void Fetcher::fetch(UnitId unit, Bytes offset) {
   op.unit = unit;
   op.bytes = source.facts.weights;
   op.accesses = {{source.facts.working, version, Access::Mode::read}, {buffer, version, Access::Mode::write}};
+  const auto brought = bring(unit, op);
   Transfer transfer;
-  transfer.copies.push_back({to, source.working, source.facts.weights});
+  for (const HomePart& part : home_parts(source.facts, source.working, Shards{})) {
+    add_copies(transfer.copies, to, part, source, brought);
+  }
   issuer_.submit(std::move(op), std::move(transfer));
   fetched_ += source.facts.weights;
 }
@@ -42,6 +45,7 @@ Bytes Fetcher::fetch_shards(const EngineUnit& source, const Held& into, UnitId u
   fetch.verb = Verb::fetch;
   fetch.unit = unit;
   fetch.accesses = {{source.facts.working, into.version, Access::Mode::read}};
+  const auto brought = bring(unit, fetch);
   Op gather;
   gather.lane = Lane::collect;
   gather.verb = Verb::gather;
@@ -55,7 +59,7 @@ Bytes Fetcher::fetch_shards(const EngineUnit& source, const Held& into, UnitId u
         issuer_.buffers().intern({device_, own, part.bytes, Format::compute, Purpose::weights, unit});
     fetch.accesses.push_back({slice, into.version, Access::Mode::write});
     gather.accesses.push_back({slice, into.version, Access::Mode::read});
-    transfer.copies.push_back({leases_.at(own), part.memory, part.bytes});
+    add_copies(transfer.copies, leases_.at(own), part, source, brought);
     collective.gathers.push_back({leases_.at(own - part.bytes * shards.rank), part.bytes});
     fetch.bytes += part.bytes;
   }
@@ -64,6 +68,21 @@ Bytes Fetcher::fetch_shards(const EngineUnit& source, const Held& into, UnitId u
   issuer_.submit(std::move(fetch), std::move(transfer));
   collector_->submit(std::move(gather), std::move(collective));
   return fetched;
+}
+
+// If weights of the unit lie in a file, issues their read, and adds what the fetch accesses.
+std::optional<FileWeights::Brought> Fetcher::bring(UnitId unit, Op& fetch) {
+  if (files_ == nullptr || !files_->has(unit)) return std::nullopt;
+  const FileWeights::Brought brought = files_->bring(unit);
+  fetch.accesses.push_back(brought.access);
+  return brought;
+}
+
+void Fetcher::add_copies(std::vector<CopySpan>& copies, std::byte* to, const HomePart& part, const EngineUnit& source,
+                         const std::optional<FileWeights::Brought>& brought) {
+  for (const HomePiece& piece : pieces_of(part, source.working, source.in_file)) {
+    copies.push_back({to + piece.begin.count, piece.is_in_file ? brought->memory : piece.memory, piece.bytes});
+  }
 }
 
 void Fetcher::stash(UnitId unit) {

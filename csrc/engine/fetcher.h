@@ -6,9 +6,11 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "engine/collector.h"
+#include "engine/file_weights.h"
 #include "engine/issuer.h"
 #include "engine/peer_copies.h"
 #include "engine/unit_table.h"
@@ -18,14 +20,15 @@ namespace noria {
 
 class Fetcher {
  public:
-  /// `collector` null: the home has whole units.
+  /// `collector` null: the home has whole units. `files` null: all weights lie in host memory.
   Fetcher(Issuer& issuer, Leases& leases, const UnitTable& units, Place device, Collector* collector,
-          PeerCopies& copies)
+          FileWeights* files, PeerCopies& copies)
       : issuer_(issuer),
         leases_(leases),
         units_(units),
         device_(device),
         collector_(collector),
+        files_(files),
         copies_(copies),
         times_fetched_(units.size(), 0) {}
 
@@ -63,12 +66,16 @@ class Fetcher {
   };
   const Held& held(UnitId unit) const;
   Bytes fetch_shards(const EngineUnit& source, const Held& into, UnitId unit);
+  std::optional<FileWeights::Brought> bring(UnitId unit, Op& fetch);
+  static void add_copies(std::vector<CopySpan>& copies, std::byte* to, const HomePart& part, const EngineUnit& source,
+                         const std::optional<FileWeights::Brought>& brought);
 
   Issuer& issuer_;
   Leases& leases_;
   const UnitTable& units_;
   const Place device_;
   Collector* const collector_;
+  FileWeights* const files_;
   PeerCopies& copies_;
   std::map<UnitId, Held> resident_;
   std::int64_t num_fetches_ = 0;

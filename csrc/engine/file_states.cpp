@@ -5,20 +5,6 @@
 #include "base/errors.h"
 
 namespace noria {
-namespace {
-
-// Returns why the op of this ticket has failed; empty if it has not, or not yet.
-std::string failure_of(const Ticket& ticket) {
-  if (ticket == nullptr || !ticket->passed()) return {};
-  try {
-    ticket->wait_passed();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return {};
-}
-
-}  // namespace
 
 FileStates::FileStates(const FileStatesOptions& options, Issuer& issuer, const UnitTable& units)
     : home_(options.home),
@@ -28,8 +14,8 @@ FileStates::FileStates(const FileStatesOptions& options, Issuer& issuer, const U
       slots_(static_cast<std::size_t>(home_->num_slots())),
       num_planned_(home_->num_slots()),
       writes_(units.size()),
-      read_(Lane::read, home_->pace(), ledger_),
-      write_(Lane::write, home_->pace(), ledger_) {
+      read_(Lane::read, home_->store().pace(), ledger_),
+      write_(Lane::write, home_->store().pace(), ledger_) {
   NORIA_INVARIANT(options.records.size() == units.size(), "each unit has a record, or -1");
   for (UnitId unit : units.ids()) records_[unit] = options.records[static_cast<std::size_t>(unit.value)];
 }
@@ -38,7 +24,7 @@ FileStates::FileStates(const FileStatesOptions& options, Issuer& issuer, const U
 std::optional<int> FileStates::slot_of(UnitId unit) const {
   const int slot = slots_of_[unit];
   if (slot < 0) return std::nullopt;
-  return failure_of(slots_[static_cast<std::size_t>(slot)].read).empty() ? std::optional(slot) : std::nullopt;
+  return why_failed(slots_[static_cast<std::size_t>(slot)].read).empty() ? std::optional(slot) : std::nullopt;
 }
 
 void FileStates::bring(UnitId unit) {
@@ -80,7 +66,7 @@ void FileStates::put_back(int number) {
                  access_to(record_buffer(slot.unit), Access::Mode::write)};
   const int record = records_[slot.unit];
   std::vector<Ticket>& writes = writes_[slot.unit];
-  std::erase_if(writes, [](const Ticket& each) { return each->passed() && failure_of(each).empty(); });
+  std::erase_if(writes, [](const Ticket& each) { return each->passed() && why_failed(each).empty(); });
   writes.push_back(submit(write_, std::move(op), home_->bytes_of(record),
                           [home = home_, record, number] { home->put_back(record, number); }));
 }
@@ -168,7 +154,7 @@ void FileStates::forget(int number) {
 Ticket FileStates::submit(TimedLane& lane, Op op, Bytes bytes, std::function<void()> work) {
   op.bytes = bytes;
   auto begun = issuer_.begin(op);
-  const std::int64_t least_ns = home_->pace()->least_ns(op.lane, bytes);
+  const std::int64_t least_ns = home_->store().pace()->least_ns(op.lane, bytes);
   // What is read is checked by itself, so a read waits only for memory, and until the file is written.
   const bool needs_success = op.lane != Lane::read;
   Ticket ticket = lane.submit({begun.label, std::move(begun.waits), bytes, least_ns, std::move(work), needs_success});
@@ -195,7 +181,7 @@ Access FileStates::access_to(BufferId buffer, Access::Mode mode) {
 
 std::string FileStates::torn(UnitId unit) const {
   for (const Ticket& write : writes_[unit]) {
-    if (std::string why = failure_of(write); !why.empty()) return why;
+    if (std::string why = why_failed(write); !why.empty()) return why;
   }
   return {};
 }

@@ -80,7 +80,7 @@ void Issuer::sweep(std::vector<OpLabel>& failed) {
     try {
       it->second->wait_passed();
     } catch (...) {
-      failure = std::current_exception();
+      if (std::current_exception() != told_) failure = std::current_exception();
       failed.push_back(it->second->label);
     }
     it = tickets_.erase(it);

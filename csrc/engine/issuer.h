@@ -53,6 +53,8 @@ class Issuer {
   /// Forgets tickets that have passed or failed. Throws one of the failures found on the way; later ops do not hear of
   /// any. `failed` gets the labels of all that have failed.
   void sweep(std::vector<OpLabel>& failed);
+  /// The caller of the engine hears of this failure now. `sweep` does not throw it again.
+  void note_told(std::exception_ptr failure) { told_ = std::move(failure); }
 
   Version version(BufferId buffer) const;
   /// Raises the version by one write and returns it.
@@ -76,6 +78,7 @@ class Issuer {
   std::unordered_map<OpId, Ticket> tickets_;
   std::vector<Version> versions_;  // by buffer
   std::set<UnitId> touched_;
+  std::exception_ptr told_;
   std::set<std::tuple<Verb, Verb, Purpose, Rule>> kinds_;  // giver, waiter; finitely many
 };
 

@@ -9,6 +9,7 @@
 #include "engine/collector.h"
 #include "engine/engine_callbacks.h"
 #include "engine/file_states.h"
+#include "engine/file_weights.h"
 #include "engine/issuer.h"
 #include "engine/unit_table.h"
 #include "optim/host_optimizer.h"
@@ -26,6 +27,7 @@ struct EngineOptions {
   CollectScratch scratch;             // for the lane
   bool saves = false;                 // what forwards save may leave the device; see engine/activation_store.h
   FileStatesOptions files;            // state that lies in files
+  FileWeightsOptions file_weights;    // frozen weights that lie there
   std::optional<Bytes> saved_room;    // device memory for what stays; none: as little as overlap allows
 
   /// Returns true if p.grad shows what is held, so that the user's loop may read and edit it.

@@ -181,7 +181,12 @@ void PassRunner::issue_visit(const Visit& visit, const Op& planned) {
 }
 
 void PassRunner::enter_visit(Stream stream) {
-  owners_.compute.enter(stream);
+  try {
+    owners_.compute.enter(stream);
+  } catch (...) {
+    parts_.issuer.note_told(std::current_exception());
+    throw;
+  }
   const OpenVisit& open = *owners_.compute.visit();
   if (owners_.activations != nullptr) owners_.activations->opened(open.opened_us);
   for (UnitId unit : open.visit.needs) {

@@ -10,6 +10,7 @@
 #include "comm/collectives.h"
 #include "optim/undo_log.h"
 #include "plan/planner.h"
+#include "store/arena.h"
 
 namespace noria {
 
@@ -25,12 +26,14 @@ enum HomeRegion : std::int32_t {
   kSavedRegion,        // tokens, one for each saved storage
   kSavedCopiesRegion,  // copies of saved storages
   kUpdateSlotsRegion,  // on the device: slots of updates that run there
-  kStateSlotsRegion    // tokens, one for each slot for state that comes from files
+  kStateSlotsRegion,   // tokens, one for each slot for state that comes from files
+  kWeightsSlotsRegion  // likewise, for frozen weights
 };
 
 struct EngineUnit {
   UnitFacts facts;
-  std::byte* working = nullptr;  // facts.weights bytes, or this rank's shards of them; registered host memory
+  std::byte* working = nullptr;  // facts.weights bytes, or this rank's shards of them; registered, but for `in_file`
+  ByteRange in_file;             // what of it is mapped from a file; empty: nothing
   std::byte* held = nullptr;  // facts.gradients bytes, or this rank's shard; null: frozen, or no slot of the ring now
   UndoLog undo_log;           // no header: the unit is never drafted
   // If ranks share the home: facts.gradients bytes for gradients that are not reduced yet; null before hold_unreduced.
@@ -72,6 +75,29 @@ inline std::vector<HomePart> home_parts(const UnitFacts& unit, std::byte* workin
     add(unit.gradients, unit.weights - unit.gradients);
   }
   return parts;
+}
+
+/// Describes bytes of a HomePart that one copy can move: no copy spans registered memory and a mapped file.
+struct HomePiece {
+  Bytes begin;  // in the part
+  std::byte* memory;
+  Bytes bytes;
+  bool is_in_file;
+};
+
+/// Returns the pieces of a part of the unit whose home begins at `working`, in order.
+inline std::vector<HomePiece> pieces_of(const HomePart& part, const std::byte* working, ByteRange in_file) {
+  std::vector<HomePiece> pieces;
+  const Bytes at{part.memory - working};
+  const auto add = [&](Bytes begin, Bytes end, bool is_in_file) {
+    begin = std::max(begin - at, Bytes{0});
+    end = std::min(end - at, part.bytes);
+    if (begin < end) pieces.push_back({begin, part.memory + begin.count, end - begin, is_in_file});
+  };
+  add(at, in_file.begin, false);
+  add(in_file.begin, in_file.end, true);
+  add(in_file.end, at + part.bytes, false);
+  return pieces;
 }
 
 }  // namespace noria

@@ -7,10 +7,10 @@
 namespace noria {
 namespace {
 
-constexpr std::array<std::string_view, 14> kPurposes{
+constexpr std::array<std::string_view, 15> kPurposes{
     "weights",         "gradient_buffer",    "working_copy", "held_gradient", "optimizer_state", "gradient_sum",
     "gradient_scales", "unreduced_gradient", "saved_tensor", "saved_copy",    "peer_copy",       "update_slot",
-    "record",          "state_slot"};
+    "record",          "state_slot",         "weights_slot"};
 constexpr std::array<std::string_view, 4> kPlaces{"device", "host", "peer", "file"};
 
 std::string name_of(UnitId unit, const std::vector<std::string>& unit_names) {

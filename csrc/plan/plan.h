@@ -47,7 +47,8 @@ enum class Purpose : std::uint8_t {
   peer_copy,     // at a peer: a copy of a unit
   update_slot,   // on the device: a piece of a unit that is updated there
   record,        // in a file: a unit's state
-  state_slot     // in host memory: the state of a unit that has a record, while it is there
+  state_slot,    // in host memory: the state of a unit that has a record, while it is there
+  weights_slot   // in host memory: frozen weights on their way from a file
 };
 std::string_view to_string(Purpose purpose);
 

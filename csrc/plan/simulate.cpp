@@ -165,6 +165,9 @@ class Simulation {
     if (costs_.host_gib_s > 0 && wanted > costs_.host_gib_s) host = costs_.host_gib_s / wanted;
     share.at(static_cast<std::size_t>(Lane::fetch)) = share.at(static_cast<std::size_t>(Lane::drain)) = copies * host;
     share.at(static_cast<std::size_t>(Lane::update)) = host;
+    if (gib_s(Lane::read) > 0 && gib_s(Lane::read_weights) > 0) {  // from the same disks
+      share.at(static_cast<std::size_t>(Lane::read)) = share.at(static_cast<std::size_t>(Lane::read_weights)) = 0.5;
+    }
     return share;
   }
 

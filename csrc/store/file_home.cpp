@@ -36,9 +36,8 @@ SharedPages::~SharedPages() {
 }
 
 FileHome::FileHome(const std::vector<std::string>& folders, const std::vector<Bytes>& sizes, int num_slots,
-                   const FileStoreOptions& options, std::shared_ptr<Pace> pace)
-    : store_(folders, options),
-      pace_(std::move(pace)) {
+                   const FileStoreOptions& options)
+    : store_(folders, options) {
   Bytes end;
   for (const Bytes size : sizes) {
     const int record = store_.add(size);

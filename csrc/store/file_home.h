@@ -24,7 +24,6 @@
 
 #include "base/bytes.h"
 #include "base/mutex.h"
-#include "device/pace.h"
 #include "store/arena.h"
 #include "store/file_store.h"
 
@@ -54,7 +53,7 @@ class FileHome {
   /// Takes the space of all records in the files, and `num_slots` slots for the largest of them. Throws UsageError or
   /// MachineError if there is too little; then nothing is taken.
   FileHome(const std::vector<std::string>& folders, const std::vector<Bytes>& sizes, int num_slots,
-           const FileStoreOptions& options = {}, std::shared_ptr<Pace> pace = std::make_shared<Pace>());
+           const FileStoreOptions& options = {});
   ~FileHome();
   FileHome(const FileHome&) = delete;  // owns mappings
   FileHome& operator=(const FileHome&) = delete;
@@ -68,8 +67,6 @@ class FileHome {
   Bytes slot_bytes() const { return slot_bytes_; }
   int num_slots() const;
   const FileStore& store() const { return store_; }
-  /// Returns the pace of the lanes that move records.
-  const std::shared_ptr<Pace>& pace() const { return pace_; }
 
   /// Takes one more slot. Throws MachineError if the machine has too little memory.
   void add_slot() { add_slots(1); }
@@ -95,7 +92,6 @@ class FileHome {
   void vacate(Slot& slot);
 
   FileStore store_;
-  const std::shared_ptr<Pace> pace_;
   std::vector<Bytes> offsets_;
   std::shared_ptr<Arena> addresses_;
   Bytes slot_bytes_;

@@ -1,8 +1,13 @@
 #include "store/file_store.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <utility>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "base/errors.h"
 
@@ -34,22 +39,84 @@ int FileStore::add(Bytes bytes) {
   record.bytes = align_up(bytes, kFileAlignment);
   auto file = static_cast<std::size_t>(number);
   for (Bytes at; at < record.bytes; at += options_.part, ++file) {
-    FilePart& part = record.parts.emplace_back();
-    const std::size_t chosen = file % files_.size();
-    part.file = &files_[chosen].to_use();
-    part.offset = ends_[chosen];
-    part.bytes = std::min(options_.part, record.bytes - at);
-    ends_[chosen] += part.bytes;
+    add_part(record, file % files_.size(), at, std::min(options_.part, record.bytes - at));
   }
   return number;
+}
+
+int FileStore::add_mapped(Bytes bytes) {
+  NORIA_INVARIANT(bytes > Bytes{0} && bytes.count % kFileAlignment.count == 0, "a mapped record has whole pages");
+  const auto number = static_cast<int>(records_.size());
+  Record& record = records_.emplace_back();
+  record.bytes = bytes;
+  record.is_written = true;  // its first bytes come by the mapping
+  record.is_sealed = false;
+  const auto num_files = static_cast<std::int64_t>(files_.size());
+  const Bytes page = std::max(kFileAlignment, Bytes{sysconf(_SC_PAGESIZE)});
+  const Bytes most = align_up(Bytes{(bytes.count + num_files - 1) / num_files}, page);
+  for (std::size_t file = 0; file < files_.size(); ++file) {
+    FilePart range;
+    const Bytes at = most * static_cast<std::int64_t>(record.mapped.size());
+    range.file = &files_[file].to_use();
+    range.offset = ends_[file];
+    range.bytes = std::min(most, bytes - at);
+    if (range.bytes > Bytes{0}) record.mapped.push_back(range);
+  }
+  for (Bytes at; at < most; at += options_.part) {
+    for (std::size_t file = 0; file < record.mapped.size(); ++file) {
+      const Bytes left = record.mapped[file].bytes - at;
+      if (left > Bytes{0})
+        add_part(record, file, most * static_cast<std::int64_t>(file) + at, std::min(options_.part, left));
+    }
+  }
+  return number;
+}
+
+void FileStore::add_part(Record& record, std::size_t file, Bytes at, Bytes bytes) {
+  FilePart& part = record.parts.emplace_back();
+  part.file = &files_[file].to_use();
+  part.offset = ends_[file];
+  part.bytes = bytes;
+  record.offsets.push_back(at);
+  ends_[file] += bytes;
 }
 
 void FileStore::reserve() {
   for (std::size_t file = 0; file < files_.size(); ++file) files_[file].reserve(ends_[file]);
 }
 
+void FileStore::map(int number, const std::shared_ptr<Arena>& arena, Bytes offset) {
+  Record& record = at(number);
+  arenas_.insert(arena);
+  std::byte* address = arena->data() + offset.count;
+  NORIA_INVARIANT(!record.mapped.empty(), "the record was added by add_mapped");
+  for (FilePart& range : record.mapped) {
+    const auto size = static_cast<std::size_t>(range.bytes.count);
+    if (mmap(address, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, range.file->descriptor,
+             range.offset.count) == MAP_FAILED) {
+      throw MachineError("mmap of " + to_string(range.bytes) + " of " + range.file->name +
+                         " failed: " + std::strerror(errno));
+    }
+    madvise(address, size, MADV_DONTFORK);
+    range.memory = address;
+    address += size;
+  }
+}
+
+void FileStore::forget_mappings(int first) {
+  for (std::size_t number = static_cast<std::size_t>(first); number < records_.size(); ++number) {
+    for (FilePart& range : records_[number].mapped) range.memory = nullptr;
+  }
+  if (first == 0) arenas_.clear();
+}
+
+void FileStore::note_mapped_write(int number) {
+  Record& record = at(number);
+  record.is_sealed = record.is_torn = false;
+}
+
 void FileStore::read(int number, std::byte* memory) {
-  const Record& record = at(number);
+  Record& record = at(number);
   if (record.is_torn) {
     throw MachineError("record " + std::to_string(number) + " in " + record.parts.front().file->name +
                        " is torn: an earlier write of it failed");
@@ -58,12 +125,21 @@ void FileStore::read(int number, std::byte* memory) {
     std::memset(memory, 0, static_cast<std::size_t>(record.bytes.count));
     return;
   }
+  if (!record.is_sealed) flush(record, number);
   std::vector<FilePart> parts = parts_in(record, memory);
   reader_->run(FileWay::read, parts);
+  if (!record.is_sealed) {
+    for (std::size_t part = 0; part < parts.size(); ++part) record.parts[part].sum = parts[part].sum;
+    record.is_sealed = true;
+    forget_cached(record);
+    return;
+  }
   for (std::size_t part = 0; part < parts.size(); ++part) {
     if (parts[part].sum == record.parts[part].sum) continue;
-    throw MachineError(to_string(parts[part].bytes) + " at offset " + std::to_string(parts[part].offset.count) +
-                       " of " + parts[part].file->name + " are not what was written there: their checksum differs");
+    throw MachineError(
+        to_string(parts[part].bytes) + " at offset " + std::to_string(parts[part].offset.count) + " of " +
+        parts[part].file->name + " are not what was written there: their checksum differs" +
+        (record.mapped.empty() ? "" : ". Or a view that numpy() made of these weights was written late"));
   }
 }
 
@@ -80,11 +156,31 @@ void FileStore::write(int number, const std::byte* memory) {
 
 std::vector<FilePart> FileStore::parts_in(const Record& record, std::byte* memory) const {
   std::vector<FilePart> parts = record.parts;
-  for (FilePart& part : parts) {
-    part.memory = memory;
-    memory += part.bytes.count;
-  }
+  for (std::size_t part = 0; part < parts.size(); ++part) parts[part].memory = memory + record.offsets[part].count;
   return parts;
+}
+
+void FileStore::flush(const Record& record, int number) {
+  for (const FilePart& range : record.mapped) {
+    const std::int64_t asked = options_.faults->asks_for(FileWay::write, range, range.bytes);
+    int error = asked < 0 ? static_cast<int>(-asked) : 0;
+    if (error == EINTR || error == EAGAIN) error = 0;  // asks again
+    while (error == 0 && fdatasync(range.file->descriptor) != 0) {
+      if (errno != EINTR) error = errno;
+    }
+    if (error == 0) continue;
+    for (Record& each : records_) each.is_torn = each.is_torn || !each.is_sealed;
+    throw MachineError("writing record " + std::to_string(number) + " to " + range.file->name +
+                       " failed: " + std::strerror(error) + ". Load these weights again");
+  }
+}
+
+// Only advice: the kernel gives these pages to others anyway if memory is short.
+void FileStore::forget_cached(const Record& record) {
+  for (const FilePart& range : record.mapped) {
+    if (range.memory != nullptr) madvise(range.memory, static_cast<std::size_t>(range.bytes.count), MADV_DONTNEED);
+    posix_fadvise(range.file->descriptor, range.offset.count, range.bytes.count, POSIX_FADV_DONTNEED);
+  }
 }
 
 FileStore::Record& FileStore::at(int record) {

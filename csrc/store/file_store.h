@@ -1,9 +1,11 @@
-// FileStore keeps records in scratch files: ranges of bytes of fixed size, such as the optimizer's state of a unit.
+// FileStore keeps records in scratch files: ranges of bytes of fixed size, such as the optimizer's state of a unit. A
+// mapped record has addresses, too: who reads or writes memory there reads or writes the file, through the page cache.
 //
 // Units: bytes. A record takes a multiple of kFileAlignment in the files, and in memory too.
-// Ownership: owns its files; nothing of them is left when it ends. The caller owns all memory.
-// Order: `add` all records, then `reserve`, then read and write. One record must not be written while it is read or
-//   written.
+// Ownership: owns its files; nothing of them is left when it ends. The caller owns all memory. An arena over which
+//   records are mapped lives as long as the store.
+// Order: `add` all records, then `reserve`, then `map`, then read and write. One record must not be written while it is
+//   read or written.
 // Threads: any thread may call `read` and `write`. Two reads take turns, and so do two writes.
 //
 // Note [Whole or torn]. Each part of a record has a checksum, which is taken as the part is written and compared when
@@ -11,18 +13,27 @@
 // that was never written reads as zeros, without a look at the file.
 //
 // Note [Stripes]. A record is cut into parts of `part` bytes. They go to the files in turns, so that several disks work
-// at once. Each record begins with another file.
+// at once. Each such record begins with another file. A mapped record has one range in each file, for each range needs
+// a mapping of its own, and a process has few of them. Its parts are read from the files in turns, too.
+//
+// Note [Mapped writes]. The store does not see them, so the caller tells it. The next read first waits until they have
+// reached the file. It takes the checksums anew, and gives back what the page cache has of the record. If the machine
+// could not write them, it says so once, and forgets them. So all records with such writes are torn then, until they
+// are written again.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "base/bytes.h"
 #include "device/file_door.h"
+#include "device/pace.h"
 #include "device/scratch_file.h"
+#include "store/arena.h"
 
 namespace noria {
 
@@ -33,6 +44,7 @@ struct FileStoreOptions {
   int depth = 16;                     // requests that are under way at once, each way
   Bytes part{std::int64_t{1} << 20};  // a multiple of kFileAlignment
   std::shared_ptr<FileFaults> faults = std::make_shared<FileFaults>();
+  std::shared_ptr<Pace> pace = std::make_shared<Pace>();  // of the lanes that move records
 };
 
 class FileStore {
@@ -42,8 +54,17 @@ class FileStore {
 
   /// Adds a record of `bytes`, rounded up to kFileAlignment. Returns its number: 0, 1, 2...
   int add(Bytes bytes);
+  /// Adds a record that can be mapped.
+  int add_mapped(Bytes bytes);
   /// Takes the space of all records. Throws UsageError if a file system has too little.
   void reserve();
+  /// Maps a record over addresses of the arena, from `offset` on: a multiple of a page. Throws MachineError if the
+  /// machine refuses.
+  void map(int record, const std::shared_ptr<Arena>& arena, Bytes offset);
+  /// Something else has the addresses of records from this one on.
+  void forget_mappings(int first);
+  /// Memory that is mapped from the record has been written, or will be until its next read.
+  void note_mapped_write(int record);
 
   /// Blocks. Throws MachineError if the machine fails, if the record is torn, or if the bytes have changed since they
   /// were written. What is in `memory` then means nothing.
@@ -54,6 +75,7 @@ class FileStore {
   /// Returns the size of a record, as it is read and written.
   Bytes bytes_of(int record) const { return records_[static_cast<std::size_t>(record)].bytes; }
   Bytes file_bytes() const;  // of all files
+  const std::shared_ptr<Pace>& pace() const { return options_.pace; }
   /// Most reads and writes will use this memory: see FileDoor::expect_memory.
   void expect_memory(std::byte* memory, Bytes bytes);
   std::string door_name() const { return reader_->name(); }
@@ -65,9 +87,15 @@ class FileStore {
   struct Record {
     Bytes bytes;
     std::vector<FilePart> parts;  // without memory; `sum` is what was written
+    std::vector<Bytes> offsets;   // by part: where it begins in the record
     bool is_written = false;
     bool is_torn = false;
+    bool is_sealed = true;         // false: the sums are not those of the bytes
+    std::vector<FilePart> mapped;  // the ranges of a mapped record; `memory` is where, or null
   };
+  void add_part(Record& record, std::size_t file, Bytes at, Bytes bytes);
+  void flush(const Record& record, int number);
+  static void forget_cached(const Record& record);
   std::vector<FilePart> parts_in(const Record& record, std::byte* memory) const;
   Record& at(int record);
 
@@ -76,6 +104,7 @@ class FileStore {
   std::vector<Bytes> ends_;  // by file: where the next part begins
   std::unique_ptr<FileDoor> reader_, writer_;
   std::vector<Record> records_;
+  std::set<std::shared_ptr<Arena>> arenas_;  // over whose addresses records are mapped
   std::string why_no_uring_, why_not_registered_;
 };
 

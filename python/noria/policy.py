@@ -97,13 +97,14 @@ class Policy:
     memory."""
 
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
-    """A folder on a fast disk, or several on several disks. State that does not fit into `host_memory` lies there.
+    """A folder on a fast disk, or several on several disks. What does not fit into `host_memory` lies there.
 
-    It consists of moments, and of low bits of masters. A unit's state comes to host memory for each update and goes
-    back, while the device computes. Several folders share every unit's state, so that their disks work at once. A
-    folder must be your own, no link, and not writable for others; noria makes it if only its last part is missing. The
-    files have no names there, and the system gives their space back when the process ends. Only noria's own kernels
-    update state that lies in files, and only on the host."""
+    It is state first: moments, and low bits of masters. A unit's state comes to host memory for each update and goes
+    back, while the device computes. If that is not enough, frozen weights lie there, too, and come for each fetch.
+    Several folders share every unit's part, so that their disks work at once. A folder must be your own, no link, and
+    not writable for others; noria makes it if only its last part is missing. The files have no names there, and the
+    system gives their space back when the process ends. Only noria's own kernels update state that lies in files, and
+    only on the host."""
 
     file_memory: str | int = "auto"
     """A limit on the bytes in `files`: "200GiB" or bytes. "auto": no limit."""

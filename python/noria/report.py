@@ -115,12 +115,14 @@ class HostMemory:
 class FileUse:
     """Counts what an average step reads from files and writes to them, with what your own looks at moments take.
 
-    Units: bytes and microseconds. The times are those in which the lane had an op under way.
+    Units: bytes and microseconds. The times are those in which the lane had an op under way. `read` counts state and
+    frozen weights, `read_us` only state.
     """
 
     read: float
     written: float
     read_us: float
+    read_weights_us: float
     write_us: float
     num_folders: int
 
@@ -415,9 +417,11 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
 
 def _lanes(wrapped: Wrapped) -> list[LaneReport]:
     lanes = []
-    names = ["compute", "fetch", "drain", "collect", "peer", "update", "read", "write"]
-    if wrapped.context.home.files is None:
-        names = names[:-2]
+    names = ["compute", "fetch", "drain", "collect", "peer", "update"]
+    if wrapped.context.home.files is not None:
+        names += ["read", "write"]
+    if wrapped.context.home.weight_files is not None:
+        names.append("read_weights")
     if wrapped.context.ranks is None:
         names.remove("collect")
     if not wrapped.peer_memory.borrowed:
@@ -427,7 +431,7 @@ def _lanes(wrapped: Wrapped) -> list[LaneReport]:
             wrapped.context.engine.statistics.update_stats()
             if lane == "update"
             else wrapped.context.engine.statistics.file_stats(lane)
-            if lane in ("read", "write")
+            if lane in ("read", "write", "read_weights")
             else wrapped.context.backend.stats(lane)
         )
         busy = wrapped.context.engine.statistics.compute_us if lane == "compute" else stats["busy_us"]
@@ -442,7 +446,9 @@ def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
     taken = {("host", purpose): arena.bytes for purpose, arena in context.home.arenas.items()}
     if (files := context.home.files) is not None:
         taken[("host", STATE_SLOTS)] = files.num_slots * files.slot_bytes
-        taken[(FILES, RECORDS)] = files.file_bytes
+    in_files = [each.file_bytes for each in (files, context.home.weight_files) if each is not None]
+    if in_files:
+        taken[(FILES, RECORDS)] = sum(in_files)
     if backend.staging_bytes:
         taken[("host", STAGING_RING)] = backend.staging_bytes
     device = str(context.device)
@@ -459,14 +465,16 @@ def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
 
 
 def _file_use(wrapped: Wrapped, sums: dict[str, int]) -> FileUse | None:
-    if wrapped.context.home.files is None or sums["num_steps"] == 0:
+    if not wrapped.context.plan.files.is_used or sums["num_steps"] == 0:
         return None
     steps = sums["num_steps"] + 1  # the lanes have counted the first one too
-    read, write = (wrapped.context.engine.statistics.file_stats(lane) for lane in ("read", "write"))
+    lanes = ("read", "read_weights", "write")
+    read, weights, write = (wrapped.context.engine.statistics.file_stats(lane) for lane in lanes)
     return FileUse(
-        read=read["bytes"] / steps,
+        read=(read["bytes"] + weights["bytes"]) / steps,
         written=write["bytes"] / steps,
         read_us=read["busy_us"] / steps,
+        read_weights_us=weights["busy_us"] / steps,
         write_us=write["busy_us"] / steps,
         num_folders=len(wrapped.context.plan.files.folders),
     )
@@ -484,7 +492,10 @@ def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None, files: F
         sum(slot.like.numel() for unit in wrapped.context.units for slot in unit.parameters if slot.trainable),
     )
     measured = per_step | {"host_copies_us": host.copied_us, "host_updates_us": host.updated_us}
-    measured |= {"read_us": files.read_us if files else 0.0, "write_us": files.write_us if files else 0.0}
+    measured |= dict.fromkeys(("read_us", "write_us", "all_reads_us"), 0.0)
+    if files is not None:  # the lanes that read may be busy at once
+        most_us = max(files.read_us, files.read_weights_us)
+        measured |= {"read_us": files.read_us, "write_us": files.write_us, "all_reads_us": most_us}
     measured["forward_us"] += measured["device_update_us"]  # they run ahead of its visits, on the same lane
     times = {name: measured[name] for names in _LIMITS.values() for name in names}
     streaming = [unit for unit in wrapped.context.units if unit.gradients and not wrapped.rest.has(unit.index)]
@@ -515,7 +526,7 @@ _LIMITS = {
     "what ranks send": ["forward_collect_us", "backward_collect_us"],
     "copies between stages": ["peer_us"],
     "host memory": ["host_copies_us", "host_updates_us"],
-    READS: ["read_us"],
+    READS: ["read_us", "all_reads_us"],
     WRITES: ["write_us"],
 }
 """The resources that may limit a step, and the names of their times; see `bounds_of`."""

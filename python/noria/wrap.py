@@ -29,6 +29,7 @@ from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, DeviceBuff
 from noria.host.home import Home
 from noria.host.limits import Free, check_fits, min_over_ranks, numa_node, probe_limits
 from noria.host.machine import machine, on
+from noria.model.file_layout import WEIGHTS_SLOTS
 from noria.model.inner_tensors import update_wrapper_devices
 from noria.model.kept_views import bytes_leaving, kept_beside, kept_of, warn_of_kept
 from noria.model.layout import AVERAGES, FACTORED, GRADIENT_RING, TORCH_STATE
@@ -422,7 +423,7 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
 
     try:
         with masters.kept_in_memory(context.slots):
-            _unwrap(roots, wrapped)
+            _unwrap(roots, wrapped, takes_in_weights=False)  # the next home takes them from the files
             gradients = [(slot, slot.parameter.grad) for unit in planned.units for slot in unit.parameters]
             with plainly(), on(wrapped.machine):
                 made = _carry_out(planned, roots, updaters, again, None, value_of)
@@ -458,7 +459,7 @@ def _refuse_too_much(wrapped: Wrapped, planned: WrapPlan, free: Free) -> None:
     whole = [
         ("whole weights", sum(unit.weights for unit in context.units) if is_shared else 0),
         ("moments in fp32", moments * widening * shards if is_shared or widening > 1 else 0),
-        ("state that lay in files", context.plan.files.file_bytes * widening),
+        ("state that lay in files", context.plan.files.state_bytes * widening),
         ("other whole state", others * shards if is_shared else 0),
     ]
     budget = context.plan.budgets.host
@@ -472,6 +473,12 @@ def _refuse_too_much(wrapped: Wrapped, planned: WrapPlan, free: Free) -> None:
 def _refuse_anew(wrapped: Wrapped, updaters: list[Optimizer]) -> None:
     """Raises UsageError if more parameters cannot be trained now, by these optimizers."""
     context, run = wrapped.context, wrapped.run
+    if context.ranks is None and any(context.lies_apart(unit.index) for unit in context.units):
+        raise usage_error(
+            "all weights in host memory, to train more parameters than before",
+            "frozen weights in files, where the device cannot read",
+            "noria.unwrap, unfreeze, and wrap again",
+        )
     for module in (module for root in context.partition.roots for module in root.modules()):
         _refuse_parallel(module)
     known = context.parameters_now()
@@ -648,6 +655,7 @@ def _carry_out(
         saved_room=_most_saved_room(planned),
         files=home.files,
         records=[home.record(unit.index) for unit in units],
+        file_weights=_weights_in_files(planned, home),
     )
     trace = None if policy.trace is None else _C.Trace(1 << 18)
     context = Context(planned, home, engine, backend, device_buffers, pool, ranks, trace)
@@ -694,6 +702,14 @@ def _ring_slots(planned: WrapPlan, home: Home) -> tuple[int, int, int] | None:
     if planned.ring is None:
         return None
     return (home.address(GRADIENT_RING, len(home.units)), planned.ring.slot_bytes, planned.ring.num_slots)
+
+
+def _weights_in_files(planned: WrapPlan, home: Home) -> tuple[_C.FileStore, list[int], tuple[int, int, int]] | None:
+    """Returns the files of frozen weights, records by unit, and the slots as `_ring_slots` does; None without any."""
+    if home.weight_files is None:
+        return None
+    slots = home.address(WEIGHTS_SLOTS, 0), planned.files.weights_slot_bytes, planned.files.num_weights_slots
+    return home.weight_files, [home.weights_record(unit.index) for unit in home.units], slots
 
 
 def _leave_meta(parameter: torch.Tensor) -> None:
@@ -762,7 +778,7 @@ def unwrap(model: Any, optimizer: Optimizer | Sequence[Optimizer] | None = None)
     return (model, optimizer) if optimizer is not None else model
 
 
-def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
+def _unwrap(roots: list[nn.Module], wrapped: Wrapped, *, takes_in_weights: bool = True) -> None:
     missing = [root for root in wrapped.context.partition.roots if all(root is not given for given in roots)]
     if missing:
         raise usage_error(
@@ -792,6 +808,9 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     gradients = [(slot, slot.parameter.grad, shown.gradient_is(slot.index)) for slot in context.slots]
     values = {slot.index: wrapped.sync.values(slot) for slot in context.slots}
     states = [driver.plain() for driver in wrapped.drivers]
+    if takes_in_weights and context.ranks is None:  # with ranks `values` are copies
+        context.files.refuse_copies(context.plan.files.weights_bytes)
+        context.home.take_in_weights()
     for driver, state in zip(wrapped.drivers, states, strict=True):
         unfacade(driver.optimizer, state)
     wrapped.remove_hooks()

@@ -22,7 +22,10 @@ POLICIES: list[dict[str, Any]] = [
     {"update": "auto"},
     {"update": "backward"},
     {"update": "blocking", "state_dtype": "8bit"},
+    {"update": "auto"},
 ]
+FREEZES = 3
+"""The policy whose model has frozen weights, which lie in files."""
 
 
 @dataclasses.dataclass
@@ -44,7 +47,7 @@ class Runs:
 
     def run(self, checkpoint: Path, policy: int, *, with_files: bool = True, seed: int = 0, **orders: Any) -> Ended:
         chosen = POLICIES[policy] | ({"files": str(self.disk / "files")} if with_files else {})
-        orders |= {"checkpoint": str(checkpoint), "policy": chosen, "seed": seed}
+        orders |= {"checkpoint": str(checkpoint), "policy": chosen, "seed": seed, "freezes": policy == FREEZES}
         [ended] = self.rounds.run(self.new_folder(), [orders], timeout_s=0.0, patience_s=600.0)
         assert not (with_files and os.listdir(self.disk / "files"))
         return ended

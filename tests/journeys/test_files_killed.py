@@ -16,7 +16,7 @@ import pytest
 import torch
 from noria.testing import assert_same_bits
 
-from tests.journeys.file_runs import POLICIES, Runs, differ, runs_in, values
+from tests.journeys.file_runs import FREEZES, POLICIES, Runs, differ, runs_in, values
 from tests.killed_run import KILLED_SAVE, SAVE_EVERY
 
 MOMENTS = ["calls", "save calls", "read", "write"]
@@ -50,7 +50,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("policy", "moment", "share", "least"), [(0, "calls", 0.5, 2), (1, "write", 0.9, 2), (2, "read", 0.2, 0)]
+    ("policy", "moment", "share", "least"),
+    [(0, "calls", 0.5, 2), (1, "write", 0.9, 2), (2, "read", 0.2, 0), (FREEZES, "read_weights", 0.7, 2)],
 )
 def test_a_killed_run_is_resumed_with_the_bits_of_one_that_was_not(runs, policy, moment, share, least):
     assert kill_and_resume(runs, policy, moment, share)[0] >= least

@@ -13,17 +13,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.journeys.file_runs import Runs, differ, runs_in
+from tests.journeys.file_runs import FREEZES, Runs, differ, runs_in
 from tests.killed_run import SAVE_EVERY
 
-KINDS = [
-    "read_state -> update on state_slot (WAW)",
-    "update -> write_state on state_slot (RAW)",
-    "write_state -> read_state on state_slot (WAR)",
-    "read_state -> load on state_slot (WAW)",
-]
+KINDS = {
+    "read_state -> update on state_slot (WAW)": 0,
+    "update -> write_state on state_slot (RAW)": 0,
+    "write_state -> read_state on state_slot (WAR)": 0,
+    "read_state -> load on state_slot (WAW)": 0,
+    "read_weights -> fetch on weights_slot (RAW)": FREEZES,
+    "fetch -> read_weights on weights_slot (WAR)": FREEZES,
+}
+"""With the policy of the runs that show it."""
 ENDED_BY_ACCESS = (-signal.SIGSEGV, -signal.SIGBUS)
-POLICY = 0
 REFUSED = re.compile(r"^noria\..* a file in ", re.MULTILINE)  # a checksum differs, or a write has failed
 
 
@@ -36,13 +38,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_wrong_without_this_kind_of_wait_and_right_with_it(runs, kind):
     folder = runs.new_folder()
-    prompt = runs.train(folder / "prompt.pt", POLICY, until=SAVE_EVERY)
+    policy = KINDS[kind]
+    prompt = runs.train(folder / "prompt.pt", policy, until=SAVE_EVERY)
     assert kind in json.loads(prompt.out.splitlines()[-2])
     for hold_us in (2_000, 10_000, 50_000):  # later and later, should the machine be busy
         orders = {"until": SAVE_EVERY, "hold_us": {kind.split()[0]: hold_us}}
-        runs.train(folder / f"kept {hold_us}", POLICY, **orders)
+        runs.train(folder / f"kept {hold_us}", policy, **orders)
         assert not differ(folder / f"kept {hold_us}", folder / "prompt.pt")
-        omitted = runs.run(folder / f"omitted {hold_us}", POLICY, omit=kind, **orders)
+        omitted = runs.run(folder / f"omitted {hold_us}", policy, omit=kind, **orders)
         if omitted.status in ENDED_BY_ACCESS or REFUSED.search(omitted.error):
             return
         assert omitted.status == 0, f"{omitted.status}: {omitted.out}{omitted.error}"

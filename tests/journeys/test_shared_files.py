@@ -20,8 +20,8 @@ from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.device import DEVICE
-from tests.journeys.pairs import HOSTILE, Net, adamw, loss_of, state_tensors
-from tests.journeys.test_files import least_host_memory
+from tests.journeys import test_files, test_frozen_files
+from tests.journeys.pairs import HOSTILE, loss_of, state_tensors
 from tests.ranks import asked_for, in_turn_on_ranks, on_ranks
 
 Run = tuple[nn.Module, Any]
@@ -33,6 +33,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "inside backward": {"update": "backward"},
     "bfloat16": {"dtype": torch.bfloat16},
     "bfloat16, inside backward": {"dtype": torch.bfloat16, "update": "backward"},
+    "frozen weights": {"freezes": True},
+    "frozen weights, unused parameters": {"freezes": True, "find_unused_parameters": True},
 }
 
 
@@ -43,14 +45,13 @@ def folder_of_all(rank: int) -> Path:
     return Path(found[0])
 
 
-def wrapped(folder: Path | None = None, **policy: Any) -> Run:
-    torch.manual_seed(0)
-    model = Net(12, 48)
-    optimizer = adamw(model.parameters())
+def wrapped(folder: Path | None = None, freezes: bool = False, **policy: Any) -> Run:
+    module = test_frozen_files if freezes else test_files
+    model, optimizer = module.new()
     policy = {"device": DEVICE, "window": 3, "kernel": "fused", **policy}
     if folder is not None:
         policy = {**policy, "files": folder}
-        policy["host_memory"] = least_host_memory(adamw, **policy)
+        policy["host_memory"] = module.least_host_memory(**policy)
     noria.wrap(model, optimizer, **policy)
     return model, optimizer
 
@@ -78,6 +79,7 @@ def like_memory(rank: int, size: int, name: str) -> None:
         train(each, rank, 0, 4)
     files = wrapped_by(here[0]).context.home.files
     assert files is not None and files.file_bytes > 0
+    assert bool(wrapped_by(here[0]).context.plan.files.weights) == ("freezes" in POLICIES[name])
     assert faults.num_faults > 0
     assert_alike(there, here)
     report = noria.report(here[0])

@@ -114,3 +114,61 @@ def refusal_of(**policy: Any) -> str:
     with pytest.raises(noria.UsageError) as refusal:
         plan(files="/never/made", host_memory=1, **policy)
     return str(refusal.value)
+
+
+# ---- frozen weights ------------------------------------------------------------------------------------------------
+
+
+def with_frozen(room: int, **policy: Any) -> Any:
+    """Each second layer is frozen, and the bias of one other."""
+    made = model()
+    for layer in made[::2]:
+        layer.requires_grad_(False)
+    made[1].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([each for each in made.parameters() if each.requires_grad])
+    policy = {"files": "/never/made", **policy}
+    return noria.plan(made, optimizer, device="cpu", units=[nn.Linear], kernel="fused", host_memory=room, **policy)
+
+
+def least_with_frozen(**policy: Any) -> int:
+    with pytest.raises(noria.UsageError, match="host_memory of at least") as refusal:
+        with_frozen(1, **policy)
+    return int(str(refusal.value).split(" bytes)")[0].rpartition("(")[2])
+
+
+def test_frozen_weights_lie_in_files_only_if_all_state_there_is_not_enough():
+    few, whole = least_with_frozen(), with_frozen(1 << 30).home_bytes
+    was_weights = False
+    for number in range(21):
+        room = few + (whole - few) * number // 20
+        planned = with_frozen(room)
+        assert host_bytes(planned) <= room
+        if planned.files.weights:
+            assert len(planned.files.sizes) == len(WIDTHS) // 2
+            one_less = host_bytes(planned) + max(planned.files.weights_sizes.values())
+            assert one_less > room, "one unit more could have stayed in memory"
+        was_weights |= bool(planned.files.weights)
+    assert was_weights and not planned.files.is_used
+
+
+def test_frozen_weights_lie_in_files_in_whole_pages():
+    planned = with_frozen(least_with_frozen())
+    arena = next(region for region in planned.regions if region.purpose == "working copies")
+    assert len(planned.files.weights) == len(arena.in_files) == len(WIDTHS) // 2
+    for (unit, (begin, end)), (there, then) in zip(planned.files.weights.items(), arena.in_files, strict=True):
+        assert there % 4096 == then % 4096 == 0 and then - there == end - begin
+        assert planned.units[unit].gradients <= begin < end <= planned.units[unit].weights
+        assert begin - planned.units[unit].gradients < 4096 > planned.units[unit].weights - end
+    assert f"frozen weights of {len(WIDTHS) // 2} of 16 units lie in files" in str(planned)
+
+
+def test_the_cap_on_files_holds_for_frozen_weights():
+    least_files = with_frozen(least_with_frozen()).files
+    cap = least_files.state_bytes + 2 * least_files.weights_slot_bytes
+    planned = with_frozen(least_with_frozen(file_memory=cap), file_memory=cap)
+    assert planned.files.file_bytes <= cap
+
+
+def test_weights_that_train_stay_in_memory_and_so_do_those_that_are_read_at_home():
+    assert not plan(files="/never/made", host_memory=least()).files.weights
+    assert not with_frozen(least_with_frozen(reads="home"), reads="home").files.weights

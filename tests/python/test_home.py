@@ -42,7 +42,7 @@ class FakeArena:
     refuses_to_pin = ()
     refuses_to_bind = ""
 
-    def __init__(self, num_bytes):
+    def __init__(self, num_bytes, elsewhere):
         self.bytes, self.data, self.did = num_bytes, 4096, []
         self.made.append(self)
 
@@ -141,7 +141,7 @@ def ledger_with(staging_bytes: int) -> list[LedgerRow]:
     context = types.SimpleNamespace(
         ledger=ledger,
         device=planned.device,
-        home=types.SimpleNamespace(arenas={}, files=None),
+        home=types.SimpleNamespace(arenas={}, files=None, weight_files=None),
         device_buffers=types.SimpleNamespace(taken={}),
         engine=types.SimpleNamespace(statistics=types.SimpleNamespace(arena_bytes=planned.arena_bytes)),
         backend=types.SimpleNamespace(staging_bytes=staging_bytes, allocated=planned.device_bytes),
@@ -164,7 +164,7 @@ def test_the_staging_ring_is_in_the_ledger_if_and_only_if_there_is_one():
 def larger_arenas(monkeypatch, of_bytes):
     """From now on an arena of this size is a page larger than it was asked to be."""
     arena = _C.Arena
-    monkeypatch.setattr(_C, "Arena", lambda size: arena(size + 4096 if size == of_bytes else size))
+    monkeypatch.setattr(_C, "Arena", lambda size, elsewhere: arena(size + 4096 if size == of_bytes else size))
 
 
 def test_a_home_that_takes_more_than_was_planned_is_told_in_capitals(monkeypatch):
@@ -205,7 +205,7 @@ def test_late_memory_that_cannot_be_taken_leaves_no_row(monkeypatch):
     noria.wrap(model, optimizer, device="cpu", update="backward")
     before = noria.report(model).ledger
 
-    def refuse(size: int) -> None:
+    def refuse(size: int, elsewhere: object) -> None:
         raise MemoryError("on purpose")
 
     monkeypatch.setattr(_C, "Arena", refuse)
@@ -264,7 +264,7 @@ def test_an_interrupt_leaves_nothing_taken_and_nothing_changed(monkeypatch, capf
     made = []
 
     class Arena(_C.Arena):
-        def __init__(self, num_bytes):
+        def __init__(self, num_bytes, elsewhere):
             super().__init__(num_bytes)
             made.append(self)
 

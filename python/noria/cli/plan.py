@@ -387,7 +387,8 @@ def _make_optimizer(text: str, model: nn.Module) -> list[Optimizer]:
 
 def _show_step(step: PlannedStep) -> None:
     rows = []
-    in_files = ("read", "write") if step.planned.files.sizes else ()
+    in_files = [*(("read", "write") if step.planned.files.sizes else ())]
+    in_files += ["read_weights"] if step.planned.files.weights else []
     for lane in ("compute", "fetch", "drain", "update", *in_files):
         num_ops, busy, ends_at = step.lane_use(lane)
         share = f"{busy / step.step_us:.0%}" if step.step_us else ""

@@ -34,7 +34,8 @@ class Tracer:
             return
         context, home = self._context, self._context.engine.home
         is_known = any(tracer is each for each in self._met)
-        if is_known or type(tracer).__name__ != "TraceContext" or "working copies" in context.home.staged:
+        is_reachable = "working copies" not in context.home.staged and not context.home.file_plan.weights
+        if is_known or type(tracer).__name__ != "TraceContext" or not is_reachable:
             return
         self._met.append(tracer)
         units = range(len(context.units))

@@ -22,7 +22,7 @@ from noria._errors import usage_error
 from noria._progress import Bar
 from noria.host.limits import numa_node
 from noria.host.machine import machine
-from noria.model.file_layout import FilePlan
+from noria.model.file_layout import WEIGHTS, WEIGHTS_SLOTS, FilePlan
 from noria.model.layout import (
     AVERAGES,
     FACTORED,
@@ -44,7 +44,8 @@ __all__ = ["LATE", "Home"]
 
 # Arenas that the copy engines touch. "device": the device's own kernels do too, as p.grad is a device tensor over them.
 _USES = {
-    "working copies": "copies",
+    WEIGHTS: "copies",
+    WEIGHTS_SLOTS: "copies",
     "held gradients": "device",
     GRADIENT_SCALES: "device",
     GRADIENT_RING: "device",
@@ -73,24 +74,35 @@ class Home:
         self.units = units
         self.file_plan = file_plan or FilePlan()
         self.files: _C.FileHome | None = None
+        self.weight_files: _C.FileStore | None = None
         self.regions = {region.purpose: region for region in regions}
         self.arenas: dict[str, _C.Arena] = {}
         self.notes: list[str] = []
         self.staged: list[str] = []
         self._pinned: set[str] = set()
         self._records = {unit: number for number, unit in enumerate(self.file_plan.sizes)}
+        self._weights_records = {unit: number for number, unit in enumerate(sorted(self.file_plan.weights))}
+        folders = self.file_plan.folders
         try:
             if self.file_plan.sizes:
-                folders = self.file_plan.folders
                 self.files = machine().files(folders, list(self.file_plan.sizes.values()), self.file_plan.num_slots)
                 self.notes += self.files.notes
+            if self.file_plan.weights:
+                self.weight_files = machine().file_store(folders)
+                for index in self._weights_records:
+                    self.weight_files.add_mapped(self.file_plan.weights_sizes[index])
+                self.weight_files.reserve()
             self._take(backend)
+            if self.weight_files is not None:
+                self._map_weights(self.weight_files)
+                self.notes += (note for note in self.weight_files.notes if note not in self.notes)
         except BaseException:
             for arena in self.arenas.values():
                 arena.close()
             raise
         for unit in units:
-            unit.working_address = self.address("working copies", unit.index)
+            unit.working_address = self.address(WEIGHTS, unit.index)
+            unit.in_file = self.file_plan.weights.get(unit.index, (0, 0))
             unit.scales_address = self.address(GRADIENT_SCALES, unit.index)
             for purpose in ("held gradients", GRADIENT_RING):
                 if purpose in self.arenas and self.regions[purpose].sizes[unit.index]:
@@ -98,10 +110,23 @@ class Home:
 
     def _take(self, backend: _C.Backend) -> None:
         for region in self.regions.values():
-            if region.bytes:
+            if region.addresses:
                 self._map(region, backend)
         self._populate([purpose for purpose in self.arenas if purpose not in LATE])
         self.pin(_USES, backend)
+
+    def _map_weights(self, files: _C.FileStore) -> None:
+        arena = self.arenas[WEIGHTS]
+        for record, (begin, _) in enumerate(self.regions[WEIGHTS].in_files):
+            files.map(record, arena, begin)
+        slots = self.arenas[WEIGHTS_SLOTS]
+        files.expect_memory(slots.data, slots.bytes)
+
+    def take_in_weights(self) -> None:
+        """Takes memory for all weights that lie in files, and reads them. If that raises, they lie there still."""
+        if self.weight_files is not None:
+            self.weight_files.take_in(self.arenas[WEIGHTS])
+            self.weight_files = None
 
     def take_rest(self) -> None:
         """Takes the pages that are not needed before the weights have moved.
@@ -118,7 +143,7 @@ class Home:
 
     def _map(self, region: Region, backend: _C.Backend) -> _C.Arena:
         """Maps an arena in the device's NUMA node. It has no pages yet, and is not registered."""
-        arena = self.arenas[region.purpose] = _C.Arena(region.bytes)
+        arena = self.arenas[region.purpose] = _C.Arena(region.addresses, region.in_files)
         node = numa_node(backend.pci_bus_id)
         if node is not None and (refused := arena.prefer_node(node)):
             self.notes.append(f"{region.purpose} may lie far from the device: {refused}")
@@ -134,7 +159,7 @@ class Home:
     def _register_all(self, purposes: list[str], backend: _C.Backend) -> None:
         """Registers the arenas in parallel, because the driver looks up every page on the calling thread.
 
-        Each arena is one registration, because a copy may not span two.
+        Each arena is one registration, because a copy may not span two. One with parts in files has one between them.
         """
         done = 0
         with (
@@ -220,6 +245,10 @@ class Home:
     def record(self, unit: int) -> int:
         """Returns the number of the unit's record in files; -1 if it has none."""
         return self._records.get(unit, -1)
+
+    def weights_record(self, unit: int) -> int:
+        """Returns the number of the record that has the unit's frozen weights; -1 if no file has them."""
+        return self._weights_records.get(unit, -1)
 
     def _place(self, purpose: str, unit: int) -> tuple[_C.Arena, int]:
         """Returns the arena that has the unit's part, and where the part begins there."""

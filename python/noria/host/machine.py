@@ -33,6 +33,10 @@ class Machine:
         """Makes the home's part that lies in files. Takes its space, and its slots in host memory."""
         return _C.FileHome(folders, sizes, num_slots)
 
+    def file_store(self, folders: Sequence[str]) -> _C.FileStore:
+        """Makes files without records, for frozen weights."""
+        return _C.FileStore(folders)
+
 
 _MACHINE: contextvars.ContextVar[Machine] = contextvars.ContextVar("noria_machine")
 

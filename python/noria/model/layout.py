@@ -140,7 +140,10 @@ class HomeParameter:
 
 @dataclasses.dataclass
 class HomeUnit:
-    """Describes a unit and its place in the home. Sizes are in bytes. Addresses are 0 until the home is taken."""
+    """Describes a unit and its place in the home. Sizes are in bytes. Addresses are 0 until the home is taken.
+
+    `in_file`: where the part of the weights at home begins and ends that is mapped from a file.
+    """
 
     name: str
     index: int
@@ -150,6 +153,7 @@ class HomeUnit:
     parameters: list[HomeParameter]
     num_shards: int = 1
     working_address: int = 0
+    in_file: tuple[int, int] = (0, 0)
     held_address: int = 0
     scales_address: int = 0
 
@@ -181,6 +185,7 @@ class HomeUnit:
             gradients=self.gradients,
             working=self.working_address,
             held=self.held_address,
+            in_file=self.in_file,
             parameters=[
                 _C.ParameterSpec(
                     parameter=slot.parameter,
@@ -212,15 +217,25 @@ class StatePlace:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Describes one arena: its purpose as the ledger names it, and each unit's offset and size in bytes."""
+    """Describes one arena: its purpose as the ledger names it, and each unit's offset and size in bytes.
+
+    `in_files`: where the parts of the arena begin and end that are mapped from files. They take no memory.
+    """
 
     purpose: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    in_files: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def addresses(self) -> int:
+        """Returns the bytes of the arena, with those in files."""
+        return sum(self.sizes)
 
     @property
     def bytes(self) -> int:
-        return sum(self.sizes)
+        """Returns the bytes of memory that the arena takes."""
+        return self.addresses - sum(end - begin for begin, end in self.in_files)
 
     @staticmethod
     def of(purpose: str, sizes: Iterable[int]) -> Region:

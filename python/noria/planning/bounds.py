@@ -12,6 +12,8 @@ __all__ = ["READS", "WRITES", "Bounds", "bounds_of", "times_without_files"]
 READS, WRITES = "reads from disk", "writes to disk"
 """The names of what the disk is the wall for."""
 
+_OF_FILES = ("read_us", "write_us", "all_reads_us")
+
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
@@ -23,25 +25,25 @@ class Bounds:
 
 
 def times_without_files(times: Mapping[str, float]) -> _C.StepTimes:
-    """Returns the times of a step without `read_us` and `write_us`."""
-    return _C.StepTimes(**{name: us for name, us in times.items() if name not in ("read_us", "write_us")})
+    """Returns the times of a step without those of files."""
+    return _C.StepTimes(**{name: us for name, us in times.items() if name not in _OF_FILES})
 
 
 def bounds_of(times: Mapping[str, float]) -> Bounds:
     """Returns the bounds of a step.
 
     Args:
-        times: the fields of `StepTimes`, and beside them `read_us` and `write_us`: what a step reads from files and
-            writes to them, each alone. A missing one takes no time.
+        times: the fields of `StepTimes`, and beside them those of files, each alone: `read_us` and `write_us` for
+            state, and `all_reads_us` for state and weights. A missing one takes no time.
     """
-    update_us, read_us, write_us = (times.get(name, 0.0) for name in ("update_us", "read_us", "write_us"))
+    update_us, read_us, write_us, all_us = (times.get(name, 0.0) for name in ("update_us", *_OF_FILES))
 
     def step(*during_updates: float) -> _C.StepTimes:
         return times_without_files({**times, "update_us": max(update_us, *during_updates)})
 
     # A mode reads while it updates. "blocking" writes then too. In the others writes may go on until the next ones.
     return Bounds(
-        _C.blocking_bound_us(step(read_us, write_us)),
-        max(_C.deferred_bound_us(step(read_us)), write_us),
-        max(_C.drafting_bound_us(step(read_us)), write_us),
+        max(_C.blocking_bound_us(step(read_us, write_us)), all_us),
+        max(_C.deferred_bound_us(step(read_us)), write_us, all_us),
+        max(_C.drafting_bound_us(step(read_us)), write_us, all_us),
     )

@@ -22,9 +22,11 @@ def days_until_worn(written: float, step_us: float, num_disks: int) -> float:
 
 
 def endurance_text(read: float, written: float, step_us: float, num_disks: int) -> str:
-    """Returns a line on the bytes that a step reads and writes; empty if it writes nothing."""
-    if not written or not step_us:
+    """Returns a line on the bytes that a step reads and writes; empty if there are none."""
+    if not (read or written) or not step_us:
         return ""
+    if not written:
+        return f"a step reads {format_bytes(round(read))} from files and writes nothing to them"
     each = "a disk" if num_disks == 1 else f"each of {num_disks} disks"
     return (
         f"a step reads {format_bytes(round(read))} from files and writes {format_bytes(round(written))}; at this rate "

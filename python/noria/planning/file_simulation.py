@@ -1,4 +1,4 @@
-"""Lists the ops of simulated steps that bring moments from files and put them back, in the engine's order."""
+"""Lists the ops of simulated steps that bring moments and frozen weights from files, in the engine's order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from noria import _C
 from noria.model.file_layout import FilePlan
 from noria.planning.simulated_op import SimulatedOp
 
-__all__ = ["FileOps"]
+__all__ = ["FileOps", "FileWeightsOps"]
 
 
 class FileOps:
@@ -74,3 +74,31 @@ class FileOps:
 
     def _slot(self, slot: int) -> int:
         return self._buffers.intern("host:10", slot, 1, "state_slot", -1)
+
+
+class FileWeightsOps:
+    """Gives units slots as csrc/engine/file_weights.h does: the one that was brought longest ago loses its slot."""
+
+    def __init__(self, files: FilePlan, buffers: _C.BufferTable) -> None:
+        self._sizes = files.weights_sizes
+        self._buffers = buffers
+        self._slots: deque[int | None] = deque([None] * files.num_weights_slots)
+        """By slot, the one that was given longest ago first: its unit."""
+        self._first = 0  # the number of that slot
+
+    def bring(self, unit: int) -> Iterator[SimulatedOp]:
+        """Reads the unit's frozen weights into a slot, unless they are there."""
+        if unit in self._slots:
+            return
+        self._slots.popleft()
+        self._slots.append(unit)
+        self._first = (self._first + 1) % len(self._slots)
+        yield SimulatedOp("read_weights", "read_weights", unit, self._sizes[unit], [(self._slot(unit), "write")])
+
+    def access(self, unit: int) -> tuple[int, str]:
+        """Returns the access of a fetch of the unit. Its frozen weights have been brought."""
+        return self._slot(unit), "read"
+
+    def _slot(self, unit: int) -> int:
+        number = (self._first + self._slots.index(unit)) % len(self._slots)
+        return self._buffers.intern("host:11", number, 1, "weights_slot", -1)

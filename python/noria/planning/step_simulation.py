@@ -13,7 +13,7 @@ from noria import _C
 from noria.model.inner_tensors import tensors_in
 from noria.model.layout import HomeUnit
 from noria.planning.bounds import Bounds, bounds_of, times_without_files
-from noria.planning.file_simulation import FileOps
+from noria.planning.file_simulation import FileOps, FileWeightsOps
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.saved_simulation import SavedOps
 from noria.planning.simulated_op import SimulatedOp
@@ -140,13 +140,14 @@ class PlannedStep:
         self._reads_begin = self._buffer("host:8", "update_slot", 1) if reads_early else self._loop
         """The token of when updates may read moments from files: a backward has begun, or `step()` has."""
         self._files = FileOps(planned.files, planned.buffers, self._reads_begin)
+        self._file_weights = FileWeightsOps(planned.files, planned.buffers)
         self._first: list[int] = []  # by step: its first op
         self._middle: set[int] = set()  # ops of the second of three backwards, and of its forward
         self._takes: list[int] = []  # ops that take a slot of the gradient ring
         self._gives: list[int] = []
         # If something of a step is still under way in the next one, the first step differs from the others.
         differs = bool(saved or planned.streamed_at_rest) or planned.policy.update == "blocking"
-        num_made = _STEPS if planned.files.sizes else 1 + differs  # units take other slots in each step
+        num_made = _STEPS if planned.files.is_used else 1 + differs  # units take other slots in each step
         for step in range(num_made):
             self._first.append(len(self.ops))
             self._middle.clear()
@@ -177,7 +178,7 @@ class PlannedStep:
     def _estimated(self) -> _C.Costs:
         speeds = self.speeds
         rates = {"fetch": speeds.fetch, "drain": speeds.drain, "update": speeds.update, "compute": speeds.device}
-        rates |= {"read": speeds.disk_read, "write": speeds.disk_write}
+        rates |= self._disk_rates()
         tokens = self.tokens / self.backwards
         forward_us = [2 * tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
         backward_us = self._computed_again([2 * us for us in forward_us], forward_us)
@@ -190,9 +191,12 @@ class PlannedStep:
         both_ways = measured.both_ways_gib_s or self.speeds.both_ways
         host = measured.host_gib_s or self.speeds.host
         shared = measured.draft_gib_s, both_ways, host, self._bytes_per_copied
-        disk = {"read": self.speeds.disk_read, "write": self.speeds.disk_write}
-        rates = disk | measured.gib_s | {"compute": measured.device_update_gib_s or self.speeds.device}
+        rates = self._disk_rates() | measured.gib_s | {"compute": measured.device_update_gib_s or self.speeds.device}
         return _C.Costs(rates, measured.latency_us, *by_visit, *shared)
+
+    def _disk_rates(self) -> dict[str, float]:
+        read = self.speeds.disk_read
+        return {"read": read, "read_weights": read, "write": self.speeds.disk_write}
 
     def _computed_again(self, backward_us: list[float], forward_us: list[float]) -> list[float]:
         """Returns the times of backward visits, with the forwards that some of them compute again."""
@@ -216,7 +220,8 @@ class PlannedStep:
     @property
     def file_bytes(self) -> tuple[int, int]:
         """Returns the bytes that a step reads from files, and those that it writes to them."""
-        read, written = (sum(span.bytes for span in self.spans if span.lane == lane) for lane in ("read", "write"))
+        ways = (("read", "read_weights"), ("write",))
+        read, written = (sum(span.bytes for span in self.spans if span.lane in lanes) for lanes in ways)
         return read, written
 
     def _stands_for(self, span: _C.Span) -> int:
@@ -334,6 +339,10 @@ class PlannedStep:
                 held_up.remove(op.lane)
                 accesses += [(self._buffer("host:2", "optimizer_state", unit.index), "read") for unit in self._trained]
                 accesses += self._files.written()
+            is_of_weights = op.verb == "fetch" and op.accesses[-1][0] not in drained
+            if is_of_weights and op.unit in self.planned.files.weights:
+                self._add_ops(phase, self._file_weights.bring(op.unit))
+                accesses.append(self._file_weights.access(op.unit))
             if op.verb == "drain" and self._is_in_ring(op.unit):
                 self._takes.append(len(self.ops))
             number = op.unit
@@ -494,6 +503,7 @@ class PlannedStep:
             "peer",
             "read",
             "write",
+            "all_reads",
         )
         sums = dict.fromkeys([f"{name}_us" for name in names], 0.0)
         for span in self.spans:
@@ -505,8 +515,11 @@ class PlannedStep:
                 name = f"{span.lane}_us"
             elif span.lane == "compute" and span.verb == "update":
                 name = "forward_us"  # fetches of the next forward go on meanwhile
+            taken_us = self._stands_for(span) * _C.duration_us(self.ops[span.op], self._costs)
             if name in sums and span.lane != "update":
-                sums[name] += self._stands_for(span) * _C.duration_us(self.ops[span.op], self._costs)
+                sums[name] += taken_us
+            if span.lane in ("read", "read_weights"):  # from the same disks
+                sums["all_reads_us"] += taken_us
         for unit in self._at_home:  # plain updates: no mode does less
             num_bytes = self._update_bytes(unit, is_logged=False)
             num_bytes += self._bytes_of_products(unit.index, self.speeds.host_tflops, self.speeds.update)

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from noria._errors import UsageError
-from noria.model.file_layout import IN_FILES
-from noria.model.layout import GRADIENT_RING, TORCH_STATE, UNDO_LOGS, Region
+from noria.model.file_layout import IN_FILES, WEIGHTS
+from noria.model.layout import GRADIENT_RING, TORCH_STATE, UNDO_LOGS, HomeUnit, Region
 from noria.model.update_rules import keeps_moments
 from noria.planning.bounds import READS, WRITES
 from noria.planning.decisions import room_for_stays
+from noria.planning.file_plan import WEIGHTS_ALIGNMENT
 from noria.planning.home_regions import least_ring_bytes
 from noria.planning.machines import Machine
 from noria.planning.step_simulation import PlannedStep
@@ -59,7 +60,7 @@ def wall(step: PlannedStep) -> tuple[str, float]:
         "drains over the link": of["drain_us"] + of["forward_drain_us"],
         "updates on the host": of["update_us"],
         "memory of the host": of.get("host_copies_us", 0.0) + of.get("host_updates_us", 0.0),
-        READS: of["read_us"],
+        READS: of["all_reads_us"],
         WRITES: of["write_us"],
     }
     name = max(needs, key=lambda each: needs[each])
@@ -90,7 +91,7 @@ def changes(step: PlannedStep, machine: Machine, plan_again: Callable[[dict[str,
     if machine.update is None:  # else these say nothing about updates
         found["host memory twice as fast"] = with_parts(host=2 * machine.host)
         found["twice the cores"] = with_parts(cores=2 * machine.cores)
-    if planned.files.sizes:
+    if planned.files.is_used:
         found["disks twice as fast"] = with_parts(disk_read=2 * machine.disk_read, disk_write=2 * machine.disk_write)
     others: dict[str, dict[str, object]] = {}
     if keeps_moments(planned.fused):
@@ -163,8 +164,8 @@ def largest_model(planned: WrapPlan, host_bytes: int) -> Largest | None:
         gradients = block.home_gradients
         others = sum(unit.home_gradients for unit in planned.units) - num_blocks * gradients
         most = max((room - least_ring_bytes(planned.ring)) // own, (room - others) // (own + gradients))
-    if planned.files.sizes and (cap := to_bytes(planned.policy.file_memory)) is not None:
-        most = min(most, cap // planned.files.slot_bytes)
+    if planned.files.is_used and (cap := to_bytes(planned.policy.file_memory)) is not None:
+        most = min(most, cap // (planned.files.slot_bytes + planned.files.weights_slot_bytes))
     if most < 1:
         return Largest(0, 0, block.name)
     of_block = sum(slot.parameter.numel() for slot in block.parameters)
@@ -173,12 +174,24 @@ def largest_model(planned: WrapPlan, host_bytes: int) -> Largest | None:
 
 
 def _in_memory(planned: WrapPlan) -> list[Region]:
-    """Returns the arenas without drafts. If slots are large enough for a unit's moments, those lie in files."""
+    """Returns the arenas without drafts. If slots are large enough for a unit's moments, those lie in files.
+
+    Likewise its frozen weights: at most two pages of them stay in memory.
+    """
     moments: Counter[int] = Counter()
     for region in planned.regions:
         if region.purpose in IN_FILES:
             moments.update(dict(enumerate(region.sizes)))
+    files = planned.files
+
+    def weights_left(unit: HomeUnit) -> int:
+        in_file = max(unit.home_weights - unit.home_gradients - 2 * WEIGHTS_ALIGNMENT, 0)
+        return unit.home_weights - (in_file if in_file <= files.weights_slot_bytes else 0)
+
     regions = [region for region in planned.regions if region.purpose != UNDO_LOGS]
+    if files.weights:
+        left = Region.of(WEIGHTS, map(weights_left, planned.units))
+        regions = [left if region.purpose == WEIGHTS else region for region in regions]
     return [
         Region.of(
             region.purpose,

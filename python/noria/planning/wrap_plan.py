@@ -80,6 +80,9 @@ WINDOW = "window and gradient buffers"
 LEAST_SAVED = 64 * 1024
 """Bytes. A smaller storage that a block saves stays where it is."""
 
+_MOST_STEPS = 4
+"""How many steps are planned one after another, at most, to find one that begins as the step before it has ended."""
+
 _MOST_NAMES = 8
 """How many names of units a line has at most."""
 
@@ -219,10 +222,15 @@ class WrapPlan:
         rows = [("host", region.purpose, region.bytes) for region in self.regions if region.bytes]
         if self.files.sizes:
             rows.append(("host", STATE_SLOTS, self.files.memory))
+        if self.files.is_used:
             rows.append((FILES, RECORDS, self.files.file_bytes))
         rows.append((str(self.device), WINDOW, self.arena_bytes))
         rows += [(str(self.device), purpose, amount) for purpose, amount in self.beside_the_arena().items()]
         return rows
+
+    def _names_of(self, units: Iterable[int]) -> str:
+        names = [name for name, _ in folded([self.units[unit] for unit in sorted(units)])]
+        return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
 
     def __str__(self) -> str:
         weights = sum(unit.weights for unit in self.units)
@@ -261,15 +269,19 @@ class WrapPlan:
                 f"at most {format_bytes(slot_bytes(streamed))}"
             )
         if self.files.sizes:
-            files = format_bytes(self.files.file_bytes)
-            names = [name for name, _ in folded([self.units[unit] for unit in sorted(self.files.sizes)])]
-            told = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+            files = format_bytes(self.files.state_bytes)
             lines.append(
                 f"moments of {len(self.files.sizes)} of {len(self.units)} units lie in files: an update of all of them "
-                f"reads {files} and writes {files} ({told})"
+                f"reads {files} and writes {files} ({self._names_of(self.files.sizes)})"
             )
             if text := self.files.instead_text():
                 lines.append(text)
+        if self.files.weights:
+            files = format_bytes(self.files.weights_bytes)
+            lines.append(
+                f"frozen weights of {len(self.files.weights)} of {len(self.units)} units lie in files: a pass that "
+                f"fetches all of them reads {files} ({self._names_of(self.files.weights)})"
+            )
         if self.saved_room is not None:
             lines.append(
                 f"activations: at most {format_bytes(self.saved_room)} of what blocks save stays on the device"
@@ -369,15 +381,15 @@ def make_plan(
     states, state_bytes = state_places(kernels, unpredicted)
     first = home_regions(kernels, frozenset(), state_bytes)
     if policy.files and not optimizers:
-        raise usage_error("an optimizer with files=, which are for its moments", "none", "give it in the same call")
+        raise usage_error("an optimizer in the call that names files=", "none", "give it in the same call")
     room = left_for_drafts(budgets, free, 0, staging_bytes(device))
     rings: list[Ring | None] = [*gradient_rings(parts, units)] if policy.update == "backward" else [None]
     ring, files = _first_that_fits(kernels, first, rings, room, budgets, device, free)
-    if files.sizes:
+    if files.is_used:
         files = dataclasses.replace(files, instead=_file_bytes_instead(kernels, ring, state_bytes, room))
     elif policy.files:
         has_room = sum(region.bytes for region in _with_ring(first, ring)) <= room
-        reason = "host memory has room for all" if has_room else "noria's kernels update no unit that has moments"
+        reason = "host memory has room for all" if has_room else "no unit has moments or frozen weights for them"
         unpredicted.append(f"nothing lies in files: {reason}")
     may_stay = {} if policy.files else bytes_to_stay(kernels, first, states, grid, device, budgets)
     stays = choose_stays(kernels, may_stay, budgets, unpredicted)
@@ -515,20 +527,34 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
 def passes_of_step(planned: WrapPlan, backwards: int) -> list[tuple[str, _C.PassPlan]]:
     """Returns the passes of a step with so many backwards, each as its phase and its plan.
 
-    Between two backwards nothing is updated, so weights that lie in the window are not fetched again.
+    Between two backwards nothing is updated, so weights that lie in the window are not fetched again. Nor are frozen
+    weights that the last step has left there.
     """
     if backwards == 1 and planned.passes:  # known already
         return list(planned.passes.items())
+    entry: list[tuple[int, int]] = []
+    for _ in range(_MOST_STEPS):
+        passes = _passes_from(planned, backwards, entry)
+        left = [(unit, offset) for unit, offset in passes[-1][1].exit if not planned.units[unit].gradients]
+        if left == entry:
+            break
+        entry = left
+    return passes
+
+
+def _passes_from(planned: WrapPlan, backwards: int, entry: list[tuple[int, int]]) -> list[tuple[str, _C.PassPlan]]:
+    """Returns the passes of a step that finds the units of `entry` in the window, each at its offset."""
     facts = _facts(planned.units, planned.buffers)
     forward, backward = (_without(planned.stays, planned.visits[phase]) for phase in ("forward", "backward"))
     place = f"device:{planned.device.index or 0}"
+    trained = frozenset(unit.index for unit in planned.units if unit.gradients)
+    next_step = _without(trained, forward)  # what an update leaves as it is
     passes: list[tuple[str, _C.PassPlan]] = []
-    entry: list[tuple[int, int]] = []
     for number in range(backwards):
         is_last = number == backwards - 1
         for phase, visits, after in (
             ("forward", forward, backward),
-            ("backward", backward, [] if is_last else forward),
+            ("backward", backward, next_step if is_last else forward),
         ):
             adds = phase == "backward" and number > 0
             request = _C.PlanRequest(visits, planned.arena_bytes, planned.window, after, entry, place, adds)
@@ -681,7 +707,7 @@ def _facts(units: list[HomeUnit], table: _C.BufferTable) -> list[_C.UnitFacts]:
 
 
 def _without(stays: frozenset[int], visits: list[_C.Visit]) -> list[_C.Visit]:
-    """Returns the visits once these units stay: they take no place in the window, and bring no gradients there."""
+    """Returns the visits without these units, which take no place in the window then, and bring no gradients there."""
     return [
         _C.Visit(
             visit.hook,

@@ -101,6 +101,10 @@ class Context:
         """True if `p.grad` has values."""
         return self.ranks is None and not self.updates_in_backward
 
+    def lies_apart(self, unit: int) -> bool:
+        """Returns True if a file has frozen weights of the unit, and the device cannot read them there."""
+        return self.device.type != "cpu" and unit in self.plan.files.weights
+
     def parameters_now(self) -> set[nn.Parameter]:
         """Returns the models' parameters, also those of modules that were added after the wrap call."""
         return {parameter for root in self.partition.roots for parameter in root.parameters()}

@@ -119,11 +119,11 @@ class FileState:
             self._allow(unit)
         self._expect_slots()
 
-    def refuse_copies(self) -> None:
-        """Raises UsageError if host memory has no room for copies of all that lies in files."""
+    def refuse_copies(self, num_bytes: int) -> None:
+        """Raises UsageError if host memory has no room for copies of these bytes, which lie in files."""
         refusal = _refusal_of_memory(
-            self._home.file_plan.file_bytes,
-            "have copies of all state that lies in files",
+            num_bytes,
+            "have copies of all that lies in files",
             "save the run with noria.save, and load it into plain objects on a machine with more memory",
         )
         if refusal is not None:

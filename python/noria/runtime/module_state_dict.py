@@ -124,12 +124,12 @@ class ModuleStateDicts:
         self.run.require_loadable("model.load_state_dict()")
         self.sync.meet(f'load "{prefix}{next(iter(own))}"')
         units = sorted({self.context.slot_of[each].unit for each in tensors_in(own.values())})
-        if self.context.ranks is None:
+        apart = [unit for unit in units if self.context.ranks is not None or self.context.lies_apart(unit)]
+        if shown := [unit for unit in units if unit not in apart]:
             self._loads.append(self.context.engine.home.num_open())
-            self.context.engine.home.open_home(units, True)
-        else:
-            for unit in units:
-                self.context.engine.home.access_home(unit, True)
+            self.context.engine.home.open_home(shown, True)
+        for unit in apart:
+            self.context.engine.home.access_home(unit, True)
         for name, parameter in own.items():
             value = state_dict.get(prefix + name)
             slot = self.context.slot_of[parameter]
@@ -142,7 +142,7 @@ class ModuleStateDicts:
                 if not self._take_inner(parameter, value):
                     continue  # torch refuses it
             else:
-                own_value = self.context.home.working(slot) if self.context.ranks is None else parameter
+                own_value = parameter if slot.unit in apart else self.context.home.working(slot)
                 self._take_value(slot, value)
             state_dict[prefix + name] = own_value  # torch copies the parameter onto itself
 

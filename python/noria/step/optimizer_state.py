@@ -311,7 +311,7 @@ class HomeState:
         Collective if ranks share the model.
         """
         self.settle(None)
-        self.context.files.refuse_copies()
+        self.context.files.refuse_copies(self.context.plan.files.state_bytes)
         shown = dict(dict.items(self.shown))
         slots = [slot for slot in self.context.slots if isinstance(shown.get(slot.parameter), dict)]
         states: dict[int, dict[str, Any]] = {}

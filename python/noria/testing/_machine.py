@@ -85,6 +85,17 @@ class Machine(machine.Machine):
         """
         return _C.FileHome(folders, sizes, num_slots, self.pace(), self.file_faults, self.file_door)
 
+    def file_store(self, folders: Sequence[str]) -> _C.FileStore:
+        """Returns new files for frozen weights. `wrap` calls this.
+
+        Args:
+            folders: Where the files lie.
+
+        Example:
+            >>> store = noria.testing.Machine().file_store(["files"])
+        """
+        return _C.FileStore(folders, self.file_door, pace=self.pace(), faults=self.file_faults)
+
     def pace(self) -> _C.SlowPace:
         """Returns a new pace, which holds up ops as this machine does.
 

@@ -118,7 +118,11 @@ class LocalCollectives : public Collectives {
   }
 
   void give(const ShardSend& given, const Wanting& wanting) override {
-    std::memcpy(given.scratch, given.own, static_cast<std::size_t>(given.shard.count));
+    std::byte* to = given.scratch;
+    for (const auto& [piece, bytes] : given.own) {
+      std::memcpy(to, piece, static_cast<std::size_t>(bytes.count));
+      to += bytes.count;
+    }
     meet_for_shards(given.scratch, wanting, [](int, const void*) {});
   }
 

@@ -178,5 +178,68 @@ TEST(Arena, RefusalNamesTheSizes) {
   }
 }
 
+constexpr Bytes kPage{4096};
+
+// Three pages, then four that lie elsewhere, then one, then two that lie elsewhere.
+Arena with_gaps() { return Arena(kPage * 10, {{kPage * 3, kPage * 7}, {kPage * 8, kPage * 10}}); }
+
+void map_zeros(const Arena& arena) {
+  for (const ByteRange& range : arena.elsewhere()) {
+    ASSERT_NE(mmap(arena.data() + range.begin.count, static_cast<std::size_t>(range.bytes().count),
+                   PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0),
+              MAP_FAILED);
+  }
+}
+
+TEST(ArenaWithGaps, takes_and_registers_only_what_lies_in_memory) {
+  const Bytes before = Arena::all_mapped();
+  const auto registry = std::make_shared<Registry>();
+  {
+    Arena arena = with_gaps();
+    EXPECT_EQ(arena.bytes(), kPage * 10);
+    EXPECT_EQ(arena.memory_bytes(), kPage * 4);
+    EXPECT_EQ(Arena::all_mapped() - before, kPage * 4);
+    Bytes told;
+    arena.populate([&](Bytes populated) { told = populated; });
+    EXPECT_EQ(told, kPage * 4);
+    EXPECT_EQ(arena.register_with(registry), "");
+    EXPECT_EQ(registry->events, (std::vector<std::string>{"register 12288", "register 4096"}));
+    arena.data()[0] = arena.data()[kPage.count * 7] = std::byte{1};
+  }
+  EXPECT_EQ(registry->events.size(), 4U);
+  EXPECT_EQ(registry->events.back(), "unregister");
+  EXPECT_EQ(Arena::all_mapped(), before);
+}
+
+TEST(ArenaWithGaps, ends_all_registrations_even_if_one_cannot_be_ended) {
+  const auto registry = std::make_shared<Registry>();
+  Arena arena = with_gaps();
+  arena.register_with(registry);
+  registry->fails = true;
+  EXPECT_THROW(arena.close(), MachineError);
+  EXPECT_EQ(registry->events.size(), 4U);
+  EXPECT_EQ(arena.data(), nullptr);
+}
+
+TEST(ArenaWithGaps, takes_in_all_ranges_or_none) {
+  const Bytes before = Arena::all_mapped();
+  Arena arena = with_gaps();
+  map_zeros(arena);
+  arena.data()[kPage.count * 3] = std::byte{9};
+  const auto fill = [](int range, std::byte* memory) {
+    if (range == 1) throw MachineError("a range that cannot be read");
+    memory[0] = std::byte{1};
+  };
+  EXPECT_THROW(arena.take_in(fill), MachineError);
+  EXPECT_EQ(arena.elsewhere().size(), 2U);
+  EXPECT_EQ(arena.data()[kPage.count * 3], std::byte{9});
+  arena.take_in([](int range, std::byte* memory) { memory[4095] = static_cast<std::byte>(range + 1); });
+  EXPECT_EQ(arena.memory_bytes(), kPage * 10);
+  EXPECT_EQ(Arena::all_mapped() - before, kPage * 10);
+  EXPECT_EQ(arena.data()[kPage.count * 4 - 1], std::byte{1});
+  EXPECT_EQ(arena.data()[kPage.count * 9 - 1], std::byte{2});
+  EXPECT_EQ(arena.data()[kPage.count * 3], std::byte{0});
+}
+
 }  // namespace
 }  // namespace noria

@@ -96,6 +96,85 @@ TEST_P(Store, reads_zeros_where_nothing_was_written) {
   EXPECT_TRUE(holds(memory, 0, kPart * 3));
 }
 
+TEST_P(Store, reads_what_was_written_through_a_mapping) {
+  for (int num_folders = 1; num_folders <= 3; ++num_folders) {
+    FileStore made = store(num_folders);
+    const std::vector<Bytes> sizes{kFileAlignment, kFileAlignment * 3, kPart, kPart * 7 + kFileAlignment};
+    Bytes all;
+    for (const Bytes size : sizes) {
+      made.add_mapped(size);
+      all += size;
+    }
+    made.reserve();
+    EXPECT_EQ(made.file_bytes(), all);
+    const auto addresses = std::make_shared<Arena>(Arena::of_addresses(all));
+    std::byte* begin = addresses->data();
+    for (int record = 0; record < static_cast<int>(sizes.size()); ++record) {
+      const Bytes size = sizes[static_cast<std::size_t>(record)];
+      made.map(record, addresses, Bytes{begin - addresses->data()});
+      for (int round = 0; round < 3; ++round) {
+        made.note_mapped_write(record);
+        for (std::int64_t at = 0; at < size.count; ++at) begin[at] = static_cast<std::byte>(at / 4096 + record + round);
+        for (int again = 0; again < 2; ++again) {
+          fill(memory, 0xEE);
+          made.read(record, memory.data());
+          EXPECT_EQ(std::memcmp(memory.data(), begin, static_cast<std::size_t>(size.count)), 0) << record;
+        }
+      }
+      begin += size.count;
+    }
+  }
+}
+
+TEST_P(Store, finds_what_was_written_through_a_mapping_without_a_word) {
+  FileStore made = store(2);
+  made.add_mapped(kPart * 4);
+  made.reserve();
+  const auto addresses = std::make_shared<Arena>(Arena::of_addresses(kPart * 4));
+  made.map(0, addresses, Bytes{0});
+  made.read(0, memory.data());
+  EXPECT_TRUE(holds(memory, 0, kPart * 4));
+  addresses->data()[kPart.count * 3] = std::byte{1};
+  EXPECT_NE(error_of([&] { made.read(0, memory.data()); }).find("checksum"), std::string::npos);
+  made.note_mapped_write(0);
+  made.read(0, memory.data());
+  EXPECT_EQ(memory.data()[kPart.count * 3], std::byte{1});
+}
+
+TEST_P(Store, knows_records_as_torn_whose_mapped_writes_the_machine_has_lost) {
+  const auto faults = std::make_shared<RandomFileFaults>(FileHostility{});
+  FileStore made = store(1, faults);
+  const auto addresses = std::make_shared<Arena>(Arena::of_addresses(kPart * 6));
+  for (int record = 0; record < 3; ++record) made.add_mapped(kPart * 2);
+  made.reserve();
+  for (int record = 0; record < 3; ++record) made.map(record, addresses, kPart * 2 * record);
+  made.read(2, memory.data());
+  faults->fail_next(FileWay::write, EIO, 0);
+  EXPECT_THROW(made.read(0, memory.data()), MachineError);
+  for (int record = 0; record < 2; ++record) {  // whose writes were lost with it
+    EXPECT_NE(error_of([&] { made.read(record, memory.data()); }).find("torn"), std::string::npos);
+    std::memset(addresses->data() + (kPart * 2 * record).count, 5, static_cast<std::size_t>(kPart.count * 2));
+    made.note_mapped_write(record);
+    made.read(record, memory.data());
+    EXPECT_TRUE(holds(memory, 5, kPart * 2));
+  }
+  made.read(2, memory.data());
+}
+
+TEST_P(Store, reads_a_mapped_record_again_after_a_failure) {
+  const auto faults = std::make_shared<RandomFileFaults>(FileHostility{});
+  FileStore made = store(1, faults);
+  made.add_mapped(kPart * 4);
+  made.reserve();
+  const auto addresses = std::make_shared<Arena>(Arena::of_addresses(kPart * 4));
+  made.map(0, addresses, Bytes{0});
+  std::memset(addresses->data(), 5, static_cast<std::size_t>(kPart.count * 4));
+  faults->fail_next(FileWay::read, EIO, 2);
+  EXPECT_THROW(made.read(0, memory.data()), MachineError);
+  made.read(0, memory.data());
+  EXPECT_TRUE(holds(memory, 5, kPart * 4));
+}
+
 TEST_P(Store, knows_a_record_as_torn_until_it_is_written_again) {
   const auto faults = std::make_shared<RandomFileFaults>(FileHostility{});
   FileStore made = store(1, faults);
