@@ -136,7 +136,7 @@ class Rank {
     for (int unit = 0; unit < kUnits; ++unit) {
       auto share = std::make_shared<UnitShard>();
       share->version = versions_[index(unit)];
-      share->weights.push_back({bytes_of(weights_[index(unit)]), kShard, bytes_of(scratch_)});
+      share->weights.push_back({{{bytes_of(weights_[index(unit)]), kShard}}, kShard, bytes_of(scratch_)});
       share->gradient = {bytes_of(held_[index(unit)]), kShard, ElementType::fp32, bytes_of(scratch_), nullptr, {}};
       if (reduced_[index(unit)]) share->gradient.add.emplace_back(Bytes{0}, kShard);
       share->before_write = before_write_[index(unit)];
