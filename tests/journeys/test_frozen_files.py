@@ -285,13 +285,19 @@ def test_an_unwrap_without_memory_is_refused_and_nothing_is_lost(folder, monkeyp
 # ---- a disk that fails ---------------------------------------------------------------------------------------------
 
 
-def test_a_read_that_fails_raises_and_the_next_one_goes_on(folder):
+def trained_on_a_disk_that_may_fail(folder: Path) -> tuple[Run, Run, _C.RandomFileFaults]:
+    """A run in memory, and one with files, both behind two steps; and what goes wrong on the disk."""
     there = wrapped()
     faults = _C.RandomFileFaults(seed=1)
     with on_machine(file_faults=faults):
         here = wrapped(folder)
     for each in (there, here):
         train(*each, 0, 2)
+    return there, here, faults
+
+
+def test_a_read_that_fails_raises_and_the_next_one_goes_on(folder):
+    there, here, faults = trained_on_a_disk_that_may_fail(folder)
     wrapped_by(here[0]).context.engine.idle()
     faults.fail_next("read", errno.EIO, 0, 1)
     with pytest.raises(RuntimeError, match="a file in"):
@@ -304,12 +310,7 @@ def test_a_read_that_fails_raises_and_the_next_one_goes_on(folder):
 
 
 def test_weights_that_could_not_be_written_are_told_until_they_are_loaded_again(folder):
-    there = wrapped()
-    faults = _C.RandomFileFaults(seed=1)
-    with on_machine(file_faults=faults):
-        here = wrapped(folder)
-    for each in (there, here):
-        train(*each, 0, 2)
+    there, here, faults = trained_on_a_disk_that_may_fail(folder)
     weights = {name: value * 0.5 for name, value in there[0].state_dict().items()}
     for model, _ in (there, here):
         model.load_state_dict(weights)
@@ -324,12 +325,7 @@ def test_weights_that_could_not_be_written_are_told_until_they_are_loaded_again(
 
 
 def test_a_load_behind_a_read_that_failed_does_not_hear_of_it(folder):
-    there = wrapped()
-    faults = _C.RandomFileFaults(seed=1)
-    with on_machine(file_faults=faults):
-        here = wrapped(folder)
-    for each in (there, here):
-        train(*each, 0, 2)
+    there, here, faults = trained_on_a_disk_that_may_fail(folder)
     weights = {name: value * 0.5 for name, value in there[0].state_dict().items()}
     wrapped_by(here[0]).context.engine.idle()
     faults.fail_next("read", errno.EIO, 0, 1)

@@ -89,8 +89,9 @@ class Home:
                 self.notes += self.files.notes
             if self.file_plan.weights:
                 self.weight_files = machine().file_store(folders)
+                sizes = self.file_plan.weights_sizes
                 for index in self._weights_records:
-                    self.weight_files.add_mapped(self.file_plan.weights_sizes[index])
+                    self.weight_files.add_mapped(sizes[index])
                 self.weight_files.reserve()
             self._take(backend)
             if self.weight_files is not None:

@@ -27,60 +27,48 @@ def choose_files(kernels: Kernels, regions: Sequence[Region], room: int, cap: in
     needed = sum(region.bytes for region in regions)
     if needed <= room:
         return FilePlan()
-    chosen = _choose_state(regions, kernels.fused, needed - room, cap)
-    weights = {} if kernels.policy.reads == "home" else _weights_of(regions, kernels.units)
-    excess = _left_over(chosen, regions, needed - room)
-    if excess > 0 and weights:
+    whole = _plan_of(regions, kernels.fused)
+    parts = [region for region in regions if region.purpose in IN_FILES]
+    freed = {unit: sum(region.sizes[unit] for region in parts) for unit in whole.sizes}
+    units = _fewest(whole.sizes, freed, NUM_STATE_SLOTS, needed - room, cap)
+    chosen = FilePlan({unit: whole.offsets[unit] for unit in units}, {unit: whole.sizes[unit] for unit in units})
+    excess = needed + chosen.memory - room - sum(freed[unit] for unit in units)
+    if excess > 0 and kernels.policy.reads != "home":
+        ranges = _weights_of(regions, kernels.units)
+        sizes = {unit: end - begin for unit, (begin, end) in ranges.items()}
         left = None if cap is None else cap - chosen.file_bytes
-        chosen = dataclasses.replace(chosen, weights=_choose_weights(weights, excess, left))
+        units = _fewest(sizes, sizes, NUM_WEIGHTS_SLOTS, excess, left)
+        chosen = dataclasses.replace(chosen, weights={unit: ranges[unit] for unit in units})
     return dataclasses.replace(chosen, folders=kernels.policy.folders)
 
 
-def _choose_state(regions: Sequence[Region], fused: Container[int], excess: int, cap: int | None) -> FilePlan:
-    """Chooses the units whose state lies in files. `excess`: the bytes by which the home is too large."""
-    whole = _plan_of(regions, fused)
-    freed = _freed(whole, regions)
-    best: tuple[int, int, FilePlan] | None = None  # bytes that do not fit, bytes in files
-    for largest in sorted(set(whole.sizes.values())):
-        candidates = {unit: freed[unit] for unit, size in whole.sizes.items() if size <= largest}
-        least = excess + min(NUM_STATE_SLOTS, len(candidates)) * largest
-        stay = set(spread_evenly(candidates, max(sum(candidates.values()) - least, 0)))
-        chosen = _part_of(whole, [unit for unit in candidates if unit not in stay], cap)
-        found = (max(_left_over(chosen, regions, excess), 0), chosen.file_bytes, chosen)
-        if best is None or found[:2] < best[:2]:
-            best = found
-    return best[2] if best and best[0] < excess else FilePlan()  # slots may take more than they save
+def _fewest(
+    sizes: Mapping[int, int], freed: Mapping[int, int], most_slots: int, excess: int, cap: int | None
+) -> list[int]:
+    """Returns the units whose records lie in files: as few bytes as must, so that the home shrinks by `excess`.
 
-
-def _choose_weights(ranges: Mapping[int, tuple[int, int]], excess: int, cap: int | None) -> dict[int, tuple[int, int]]:
-    """Chooses the units whose frozen weights lie in files."""
-    sizes = {unit: end - begin for unit, (begin, end) in ranges.items()}
-    best: tuple[int, int, list[int]] | None = None
+    Args:
+        sizes: the bytes of each record, by unit.
+        freed: the bytes of host memory that it frees. Slots take some of them again.
+        most_slots: how many slots there are at most, each as large as the largest record.
+        excess: bytes. If that cannot be, the units come as close as they can.
+        cap: the most bytes in files; None: any number. If it is too small, units stay, evenly over the model.
+    """
+    best: tuple[int, int, list[int]] | None = None  # bytes that do not fit, bytes in files
     for largest in sorted(set(sizes.values())):
-        candidates = {unit: size for unit, size in sizes.items() if size <= largest}
-        least = excess + min(NUM_WEIGHTS_SLOTS, len(candidates)) * largest
+        candidates = {unit: freed[unit] for unit, size in sizes.items() if size <= largest}
+        least = excess + min(most_slots, len(candidates)) * largest
         stay = set(spread_evenly(candidates, max(sum(candidates.values()) - least, 0)))
-        chosen = {unit: size for unit, size in candidates.items() if unit not in stay}
-        if cap is not None and sum(chosen.values()) > cap:
-            chosen = {unit: chosen[unit] for unit in spread_evenly(chosen, cap)}
-        slots = min(NUM_WEIGHTS_SLOTS, len(chosen)) * max(chosen.values(), default=0)
+        chosen = {unit: sizes[unit] for unit in candidates if unit not in stay}
         in_files = sum(chosen.values())
-        found = (max(excess + slots - in_files, 0), in_files, list(chosen))
+        if cap is not None and in_files > cap:
+            chosen = {unit: chosen[unit] for unit in spread_evenly(chosen, cap)}
+            in_files = sum(chosen.values())
+        slots = min(most_slots, len(chosen)) * max(chosen.values(), default=0)
+        found = (max(excess + slots - sum(freed[unit] for unit in chosen), 0), in_files, list(chosen))
         if best is None or found[:2] < best[:2]:
             best = found
-    units = best[2] if best and best[0] < excess else []  # slots may take more than they save
-    return {unit: ranges[unit] for unit in units}
-
-
-def _freed(plan: FilePlan, regions: Sequence[Region]) -> dict[int, int]:
-    """Returns, by unit, the bytes of host memory that its record frees."""
-    parts = [region for region in regions if region.purpose in IN_FILES]
-    return {unit: sum(region.sizes[unit] for region in parts) for unit in plan.sizes}
-
-
-def _left_over(plan: FilePlan, regions: Sequence[Region], excess: int) -> int:
-    """Returns the bytes by which the home is too large if the plan's state lies in files."""
-    return excess + plan.memory - sum(_freed(plan, regions).values())
+    return best[2] if best and best[0] < excess else []  # slots may take more than they save
 
 
 def _plan_of(regions: Sequence[Region], fused: Container[int]) -> FilePlan:
@@ -109,11 +97,3 @@ def _weights_of(regions: Sequence[Region], units: Sequence[HomeUnit]) -> dict[in
         if begin < end:
             found[unit.index] = begin, end
     return found
-
-
-def _part_of(plan: FilePlan, units: Sequence[int], cap: int | None) -> FilePlan:
-    """Returns the plan for these units alone. If the cap is too small, drops units, evenly over the model."""
-    sizes = {unit: plan.sizes[unit] for unit in units}
-    if cap is not None and sum(sizes.values()) > cap:
-        sizes = {unit: sizes[unit] for unit in spread_evenly(sizes, cap)}
-    return FilePlan({unit: plan.offsets[unit] for unit in sizes}, sizes)
