@@ -197,7 +197,7 @@ def _best_s(work: Callable[[], object], tries: int) -> float:
 def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
     """Measures copies of `num_bytes`, and AdamW on four arrays.
 
-    The arrays together have twice as many bytes, or twice the size of the caches if that is more.
+    The arrays together have twice as many bytes, or as many as caches need (`_beside_caches`) if that is more.
     """
     num_bytes = -(-num_bytes // 4096) * 4096
     backend = _C.make_host_backend(num_bytes)
@@ -220,7 +220,7 @@ def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
         backend.close()
         home.close()
     gib_s = {name: num_bytes / GIB / best for name, best in best_s.items()}
-    return Speeds(**gib_s, update=_measure_update(max(_cache_bytes(), num_bytes) // 8, tries))
+    return Speeds(**gib_s, update=_measure_update(_beside_caches(2 * num_bytes) // 16, tries))
 
 
 @functools.cache
@@ -230,7 +230,17 @@ def host_memory_gib_s() -> float:
     It counts bytes read plus written by the fused AdamW, on arrays that no cache holds. It measures once per process.
     This takes some tenths of a second, and the memory of the arrays for that time.
     """
-    return _measure_update(max(_cache_bytes(), 32 << 20) // 8, 3)
+    return _measure_update(_beside_caches(64 << 20) // 16, 3)
+
+
+def _beside_caches(least: int) -> int:
+    """Returns the bytes of arrays that no cache holds: twice the caches, but at most a quarter of the free memory.
+
+    A virtual machine may see all caches of a large host. `least`: bytes, if neither is more.
+    """
+    limit = tightest(host_limits())
+    most = 2 * _cache_bytes() if limit is None else min(2 * _cache_bytes(), limit.free // 4)
+    return max(most // 4096 * 4096, least)
 
 
 def _cache_bytes() -> int:

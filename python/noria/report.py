@@ -347,8 +347,9 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
         write_trace: False does not write the trace file, for callers that report many times a second. True writes it
             if the policy asks for one.
         host_memory_gib_s: GiB/s that host memory reads and writes. Updates, fetches and drains share it. None: the
-            first report after a step measures it, once per process. That takes some tenths of a second. During it, it
-            takes 64 MiB, or twice the size of the caches if that is more.
+            first report after a step measures it, once per process. That takes some tenths of a second. Meanwhile it
+            takes 64 MiB, or twice the size of the caches if that is more. Beyond 64 MiB it takes a quarter of the free
+            memory at most.
 
     Returns:
         A `Report`. Times are in microseconds and amounts of memory in bytes, if their names say nothing else.

@@ -15,6 +15,7 @@ import noria
 import pytest
 import torch
 from noria import doctor
+from noria.host.limits import Limit
 from noria.pipeline.peer_memory import Loan
 from noria.policy import format_bytes
 from noria.report import Bound, HostMemory, UpdateTime, _advice
@@ -249,6 +250,17 @@ def test_without_a_number_the_memory_is_measured_once(monkeypatch):
         assert bound is not None and bound.host_memory.gib_s == 12.5
     assert len(measured) == 1 and measured[0] * 16 >= 64 << 20  # bytes of four arrays
     doctor.host_memory_gib_s.cache_clear()
+
+
+@pytest.mark.parametrize(("free_mib", "mib"), [(64, 64), (1024, 256), (1 << 20, 2048)])
+def test_measuring_the_memory_leaves_room_where_caches_are_large(monkeypatch, free_mib, mib):
+    """A virtual machine may see all caches of a large host."""
+    measured = []
+    monkeypatch.setattr(doctor, "_measure_update", lambda count, tries: measured.append(count) or 12.5)
+    monkeypatch.setattr(doctor, "_cache_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(doctor, "host_limits", lambda: [Limit("MemAvailable", "/proc/meminfo", free_mib << 20)])
+    doctor.host_memory_gib_s.__wrapped__()
+    assert measured == [mib * (1 << 20) // 16]
 
 
 def advice_of(model: nn.Module) -> str:
