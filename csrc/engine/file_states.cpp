@@ -1,5 +1,6 @@
 #include "engine/file_states.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/errors.h"
@@ -17,7 +18,10 @@ FileStates::FileStates(const FileStatesOptions& options, Issuer& issuer, const U
       read_(Lane::read, home_->store().pace(), ledger_),
       write_(Lane::write, home_->store().pace(), ledger_) {
   NORIA_INVARIANT(options.records.size() == units.size(), "each unit has a record, or -1");
-  for (UnitId unit : units.ids()) records_[unit] = options.records[static_cast<std::size_t>(unit.value)];
+  for (UnitId unit : units.ids()) {
+    records_[unit] = options.records[static_cast<std::size_t>(unit.value)];
+    if (has(unit)) expected_.push_front(unit);  // a backward mostly begins with the last unit
+  }
 }
 
 // A slot counts only if its read has not failed.
@@ -71,26 +75,18 @@ void FileStates::put_back(int number) {
                           [home = home_, record, number] { home->put_back(record, number); }));
 }
 
-void FileStates::begin_backward() {
-  const std::vector<UnitId> last = std::exchange(order_, {});
-  if (!last.empty()) expected_.assign(last.begin(), last.end());
-  ahead_.clear();
-  bring_ahead();
-}
-
 void FileStates::note_used(UnitId unit) {
-  order_.push_back(unit);
-  if (ahead_.erase(unit) == 0) std::erase(expected_, unit);
-  bring_ahead();
-}
-
-// One slot is left for the unit that is in use.
-void FileStates::bring_ahead() {
-  while (!expected_.empty() && static_cast<int>(ahead_.size()) < num_planned_ - 1) {
-    const UnitId unit = expected_.front();
+  const bool was_ahead = ahead_.erase(unit) > 0;
+  if (!was_ahead) std::erase(expected_, unit);
+  expected_.push_back(unit);
+  auto free =
+      std::ranges::count_if(slots_, [&](const Slot& slot) { return !slot.is_held && !ahead_.contains(slot.unit); });
+  if (!was_ahead) --free;  // the next unit may not be the expected one, either
+  for (; free > 0 && !expected_.empty(); --free) {
+    const UnitId next = expected_.front();
     expected_.pop_front();
-    bring(unit);
-    ahead_.insert(unit);
+    bring(next);
+    ahead_.insert(next);
   }
 }
 
@@ -148,6 +144,7 @@ int FileStates::free_slot() {
 void FileStates::forget(int number) {
   Slot& slot = slots_[static_cast<std::size_t>(number)];
   if (slot.unit.valid()) slots_of_[slot.unit] = -1;
+  if (ahead_.erase(slot.unit) > 0) expected_.push_front(slot.unit);
   slot = {};
 }
 

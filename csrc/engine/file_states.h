@@ -49,10 +49,8 @@ class FileStates {
   Access access(UnitId unit);
   /// Issues the write of the state to its file. Order: behind the op that has changed it.
   void put_back(UnitId unit);
-  // ---- update="backward" ----
-  /// A backward begins, and is expected to update in the order of the last one. Brings ahead the first units.
-  void begin_backward();
-  /// An op of this backward has used the unit's state: brings ahead what comes next.
+  /// Under update="backward": an update of the unit has been issued, and its state put back. Brings ahead the units
+  /// whose last update is longest ago: the next ones of this backward, then the first ones of the next.
   void note_used(UnitId unit);
 
   /// The unit keeps its slot until `release`. Order: behind `bring`.
@@ -82,7 +80,6 @@ class FileStates {
     std::int64_t used = 0;  // when; a larger number is later
   };
   std::optional<int> slot_of(UnitId unit) const;
-  void bring_ahead();
   int free_slot();
   BufferId record_buffer(UnitId unit);
   BufferId slot_buffer(int slot);
@@ -99,8 +96,7 @@ class FileStates {
   const int num_planned_;
   std::int64_t now_ = 0;
   UnitMap<std::vector<Ticket>> writes_;  // those that have not passed, or have failed
-  std::vector<UnitId> order_;            // in which this backward uses units
-  std::deque<UnitId> expected_;          // not brought ahead yet
+  std::deque<UnitId> expected_;          // not brought ahead; the unit that is expected next comes first
   std::set<UnitId> ahead_;               // brought ahead, not used yet
   LaneLedger ledger_;
   TimedLane read_, write_;  // last: destroyed before what they use

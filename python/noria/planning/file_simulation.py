@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from noria import _C
 from noria.model.file_layout import FilePlan
@@ -17,31 +17,27 @@ class FileOps:
 
     The unit whose last use is longest ago loses its slot. One that was brought ahead does so only if there is no other.
 
-    A read is issued when the op that writes `begun` has ended, and not before.
+    A read is issued when the op that writes `begun` has ended, and not before. None: reads come ahead of their units.
     """
 
-    def __init__(self, files: FilePlan, buffers: _C.BufferTable, begun: int) -> None:
+    def __init__(self, files: FilePlan, buffers: _C.BufferTable, begun: int | None) -> None:
         self._files = files
         self._buffers = buffers
-        self._begun = begun
+        self._begun = [] if begun is None else [(begun, "read")]
         self._free = deque(range(files.num_slots))
         self._slots: dict[int, int] = {}
         """By unit: its slot. The unit whose last use is longest ago comes first."""
-        self._expected: deque[int] = deque()
+        self._expected = deque(sorted(files.sizes, reverse=True))
+        """Units that are not brought ahead. The one that is expected next comes first."""
         self._ahead: set[int] = set()
-
-    def begin_backward(self, units: Iterable[int]) -> Iterator[SimulatedOp]:
-        """A backward begins that updates these units, in this order. Brings the first of them ahead."""
-        self._expected = deque(units)
-        yield from self._bring_ahead()
 
     def bring(self, unit: int) -> Iterator[SimulatedOp]:
         """Gives the unit a slot, and reads its moments, unless they are there."""
         if unit in self._slots:
             self._slots[unit] = self._slots.pop(unit)
             return
-        self._slots[unit] = slot = self._free.popleft() if self._free else self._slots.pop(self._leaving())
-        accesses = [(self._record(unit), "read"), (self._slot(slot), "write"), (self._begun, "read")]
+        self._slots[unit] = slot = self._free.popleft() if self._free else self._slots.pop(self._leave())
+        accesses = [(self._record(unit), "read"), (self._slot(slot), "write"), *self._begun]
         yield SimulatedOp("read", "read_state", unit, self._files.sizes[unit], accesses)
 
     def access(self, unit: int) -> tuple[int, str]:
@@ -49,25 +45,30 @@ class FileOps:
         return self._slot(self._slots[unit]), "write"
 
     def put_back(self, unit: int) -> Iterator[SimulatedOp]:
-        """Writes what an update has made, and brings ahead what comes next."""
+        """Writes what an update has made."""
         accesses = [(self._slot(self._slots[unit]), "read"), (self._record(unit), "write")]
         yield SimulatedOp("write", "write_state", unit, self._files.sizes[unit], accesses)
-        self._ahead.discard(unit)
-        yield from self._bring_ahead()
+
+    def note_used(self, unit: int) -> Iterator[SimulatedOp]:
+        """Brings ahead what comes next, once a backward has updated the unit."""
+        was_ahead = unit in self._ahead
+        (self._ahead if was_ahead else self._expected).remove(unit)
+        self._expected.append(unit)
+        while self._expected and len(self._ahead) < self._files.num_slots - (not was_ahead):
+            self._ahead.add(following := self._expected.popleft())
+            yield from self.bring(following)
 
     def written(self) -> list[tuple[int, str]]:
         """Returns the accesses of an op that waits until all is written."""
         return [(self._record(unit), "read") for unit in self._files.sizes]
 
-    def _leaving(self) -> int:
+    def _leave(self) -> int:
         """Returns the unit that loses its slot."""
-        return next((unit for unit in self._slots if unit not in self._ahead), next(iter(self._slots)))
-
-    def _bring_ahead(self) -> Iterator[SimulatedOp]:
-        while self._expected and len(self._ahead) < self._files.num_slots - 1:  # one is left for the unit in use
-            unit = self._expected.popleft()
-            yield from self.bring(unit)
-            self._ahead.add(unit)
+        leaving = next((unit for unit in self._slots if unit not in self._ahead), next(iter(self._slots)))
+        if leaving in self._ahead:
+            self._ahead.remove(leaving)
+            self._expected.appendleft(leaving)
+        return leaving
 
     def _record(self, unit: int) -> int:
         return self._buffers.intern("file:0", unit, 1, "record", unit)

@@ -136,10 +136,8 @@ class PlannedStep:
         saved = {} if measured is None else saved_by_blocks(planned, measured)
         is_prompt = planned.device.type == "cpu"
         self.saved = SavedOps(saved, planned.saved_room, planned.buffers, is_prompt=is_prompt)
-        reads_early = planned.policy.update == "backward"
-        self._reads_begin = self._buffer("host:8", "update_slot", 1) if reads_early else self._loop
-        """The token of when updates may read moments from files: a backward has begun, or `step()` has."""
-        self._files = FileOps(planned.files, planned.buffers, self._reads_begin)
+        reads_ahead = planned.policy.update == "backward"
+        self._files = FileOps(planned.files, planned.buffers, None if reads_ahead else self._loop)
         self._file_weights = FileWeightsOps(planned.files, planned.buffers)
         self._first: list[int] = []  # by step: its first op
         self._middle: set[int] = set()  # ops of the second of three backwards, and of its forward
@@ -314,14 +312,8 @@ class PlannedStep:
         fetched: dict[int, list[int]] = defaultdict(list)
         is_first_fetch = phase == "forward"
         open_visit: int | None = None
-        reads_early = self.planned.policy.update == "backward"
-        last_visit = max((op.visit for op in ops), default=-1)
         if phase == "forward":
             self.saved.begin_forward()
-        elif reads_early:
-            last = {op.unit: number for number, op in enumerate(ops) if op.verb == "drain"}
-            in_files = [unit for unit in last if unit in completes and unit in self.planned.files.sizes]
-            self._add_ops(phase, self._files.begin_backward(sorted(in_files, key=last.__getitem__)))
         for op in ops:
             if op.verb == "fetch":
                 fetched[op.visit].append(op.unit)
@@ -353,8 +345,6 @@ class PlannedStep:
                 open_visit = op.visit
                 if phase == "forward":
                     self._add_ops(phase, self.saved.enter_forward(number))
-                    if reads_early and op.visit == last_visit:
-                        accesses.append((self._reads_begin, "write"))
                 else:
                     self._add_ops(phase, self.saved.enter_backward(number))
                     accesses += self.saved.reads(number)
@@ -411,6 +401,8 @@ class PlannedStep:
         self._add("update", "update", verb, unit, num_bytes, accesses, priority)
         if is_in_file:
             self._add_ops("step", self._files.put_back(unit))
+            if self.planned.policy.update == "backward":
+                self._add_ops("step", self._files.note_used(unit))
 
     def _is_in_ring(self, unit: int) -> bool:
         """Returns True if the unit's gradients have a slot of the gradient ring until they are updated."""
