@@ -161,6 +161,7 @@ bool BackwardUpdates::count_use(const std::vector<UnitId>& units) {
 void BackwardUpdates::begin_backward(std::optional<ItineraryId> expected) {
   completion_.begin_backward(expected ? &pass_.book.visits(*expected) : nullptr);
   is_updated_.fill(false);
+  if (parts_.files != nullptr) parts_.files->bring_ahead();
   for (UnitId unit : parts_.units.ids()) {
     drainer_.take_arrivals(unit);
     if (completes(unit)) completion_.expect(unit);

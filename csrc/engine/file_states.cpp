@@ -79,14 +79,19 @@ void FileStates::note_used(UnitId unit) {
   const bool was_ahead = ahead_.erase(unit) > 0;
   if (!was_ahead) std::erase(expected_, unit);
   expected_.push_back(unit);
+  ++num_used_;
+  std::erase_if(ahead_, [&](const auto& each) { return num_used_ - each.second > 2 * num_planned_; });
+  bring_ahead(was_ahead ? 0 : 1);  // the order has changed: another unit may come that is not expected
+}
+
+void FileStates::bring_ahead(int left) {
   auto free =
       std::ranges::count_if(slots_, [&](const Slot& slot) { return !slot.is_held && !ahead_.contains(slot.unit); });
-  if (!was_ahead) --free;  // the next unit may not be the expected one, either
-  for (; free > 0 && !expected_.empty(); --free) {
+  for (; free > left && !expected_.empty(); --free) {
     const UnitId next = expected_.front();
     expected_.pop_front();
     bring(next);
-    ahead_.insert(next);
+    ahead_[next] = num_used_;
   }
 }
 
@@ -120,10 +125,11 @@ void FileStates::bring_blank(UnitId unit) {
 
 int FileStates::free_slot() {
   int found = -1;
-  // What was brought ahead is needed soon, so such a slot comes last.
+  // What was brought ahead is needed soon, so such a slot comes last, and first of them the one that was brought last.
   const auto key_of = [&](int number) {
     const Slot& slot = slots_[static_cast<std::size_t>(number)];
-    return std::pair(ahead_.contains(slot.unit), slot.used);
+    const bool is_ahead = ahead_.contains(slot.unit);
+    return std::pair(is_ahead, is_ahead ? -slot.used : slot.used);
   };
   for (int number = 0; number < static_cast<int>(slots_.size()); ++number) {
     const Slot& slot = slots_[static_cast<std::size_t>(number)];

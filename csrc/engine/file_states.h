@@ -7,15 +7,15 @@
 //
 // Ownership: owns the read lane and the write lane, and shares the home in files. Borrows the issuer.
 // Order: a slot's unit changes in issue order. Which slot: the one whose unit was used longest ago, and that
-//   of a unit that was brought ahead only if there is no other.
+//   of a unit that was brought ahead only if there is no other: then of the one that was brought last.
 // Threads: the caller serialises. `release` and `bring_blank` may block.
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -49,9 +49,13 @@ class FileStates {
   Access access(UnitId unit);
   /// Issues the write of the state to its file. Order: behind the op that has changed it.
   void put_back(UnitId unit);
-  /// Under update="backward": an update of the unit has been issued, and its state put back. Brings ahead the units
-  /// whose last update is longest ago: the next ones of this backward, then the first ones of the next.
+  // ---- update="backward" ----
+  /// An update of the unit has been issued, and its state put back. Brings ahead what is expected next. Units that many
+  /// others have overtaken are not expected any more, until they are used again.
   void note_used(UnitId unit);
+  /// Brings the units ahead whose last update is longest ago: the next ones of this backward, then the first ones of
+  /// the next. `left`: slots that stay free for others.
+  void bring_ahead(int left = 0);
 
   /// The unit keeps its slot until `release`. Order: behind `bring`.
   void hold(UnitId unit);
@@ -95,9 +99,10 @@ class FileStates {
   std::vector<Slot> slots_;
   const int num_planned_;
   std::int64_t now_ = 0;
-  UnitMap<std::vector<Ticket>> writes_;  // those that have not passed, or have failed
-  std::deque<UnitId> expected_;          // not brought ahead; the unit that is expected next comes first
-  std::set<UnitId> ahead_;               // brought ahead, not used yet
+  UnitMap<std::vector<Ticket>> writes_;   // those that have not passed, or have failed
+  std::deque<UnitId> expected_;           // not brought ahead; the unit that is expected next comes first
+  std::map<UnitId, std::int64_t> ahead_;  // brought ahead, not used yet; and `num_used_` at that time
+  std::int64_t num_used_ = 0;
   LaneLedger ledger_;
   TimedLane read_, write_;  // last: destroyed before what they use
 };

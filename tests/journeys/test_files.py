@@ -221,6 +221,22 @@ def test_under_backward_another_order_costs_few_reads_and_no_bits(folder):
     assert_alike(*runs)
 
 
+def test_units_that_are_not_updated_any_more_give_their_slots_back(folder):
+    """They are read ahead once more. Then all slots are for the others again."""
+    torch.manual_seed(0)
+    model = Reordered(BLOCKS_HERE, WIDTH_HERE)
+    policy = {"device": DEVICE, "window": 3, "kernel": "fused", "update": "backward", "files": folder}
+    memory = least_host_memory(**policy)
+    model, optimizer = noria.wrap(model, adamw(model.parameters()), host_memory=memory, **policy)
+    num_slots, left_out = wrapped_by(model).context.plan.files.num_slots, (4, 6, 8)
+    model.order = tuple(range(BLOCKS_HERE))
+    train(model, optimizer, 0, 2)
+    assert moved(model)["read"] - moved(model)["write"] == num_slots  # of the next step
+    model.order = tuple(number for number in model.order if number not in left_out)
+    train(model, optimizer, 2, 6)
+    assert moved(model)["read"] - moved(model)["write"] == num_slots + len(left_out)
+
+
 def test_plan_and_ledger_agree_to_the_byte(folder):
     model, optimizer = wrapped(files=folder)
     train(model, optimizer, 0, 2)

@@ -44,7 +44,9 @@ IN_FILES = (*MOMENTS, *SCALES, "low bits")
 """Purposes of what a record has, in this order."""
 
 NUM_STATE_SLOTS = 4
-"""One is read, one is updated, one is written, and one waits for an update that is late."""
+"""One is read, one is updated, one is written, and one waits for an update that is late.
+
+Under update="backward" all of them are read ahead while nothing is updated."""
 
 FILE_ALIGNMENT = 4096
 """Bytes: records are a multiple of this, as direct reads and pages are."""

@@ -15,7 +15,8 @@ __all__ = ["FileOps", "FileWeightsOps"]
 class FileOps:
     """Gives units slots as csrc/engine/file_states.h does.
 
-    The unit whose last use is longest ago loses its slot. One that was brought ahead does so only if there is no other.
+    The unit whose last use is longest ago loses its slot. One that was brought ahead does so only if there is no other:
+    then the one that was brought last.
 
     A read is issued when the op that writes `begun` has ended, and not before. None: reads come ahead of their units.
     """
@@ -64,7 +65,7 @@ class FileOps:
 
     def _leave(self) -> int:
         """Returns the unit that loses its slot."""
-        leaving = next((unit for unit in self._slots if unit not in self._ahead), next(iter(self._slots)))
+        leaving = next((unit for unit in self._slots if unit not in self._ahead), next(reversed(self._slots)))
         if leaving in self._ahead:
             self._ahead.remove(leaving)
             self._expected.appendleft(leaving)
