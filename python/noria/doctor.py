@@ -22,7 +22,7 @@ import torch
 
 from noria import _C
 from noria._version import __version__
-from noria.host.limits import Limit, host_limits, margin_of, num_numa_nodes, pinning_limit, tightest
+from noria.host.limits import Limit, host_limits, margin_of, num_numa_nodes, pinning_limit, probe_limits, tightest
 from noria.host.processor import cpu_name
 from noria.model.file_layout import FILE_ALIGNMENT
 from noria.policy import format_bytes
@@ -227,8 +227,8 @@ def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
 def host_memory_gib_s() -> float:
     """Measures the speed of host memory, which updates, fetches and drains share.
 
-    It counts bytes read plus written by the fused AdamW, on arrays that no cache holds. It measures once per process.
-    This takes some tenths of a second, and the memory of the arrays for that time.
+    It counts bytes read plus written by the fused AdamW, on arrays that no cache holds if there is room for them. It
+    measures once per process. This takes some tenths of a second, and the memory of the arrays for that time.
     """
     return _measure_update(_beside_caches(64 << 20) // 16, 3)
 
@@ -236,10 +236,13 @@ def host_memory_gib_s() -> float:
 def _beside_caches(least: int) -> int:
     """Returns the bytes of arrays that no cache holds: twice the caches, but at most a quarter of the free memory.
 
-    A virtual machine may see all caches of a large host. `least`: bytes, if neither is more.
+    A virtual machine may see all caches of a large host. Ranks on one machine may measure at once, so they share that
+    quarter. `least`: bytes, if neither is more.
     """
-    limit = tightest(host_limits())
-    most = 2 * _cache_bytes() if limit is None else min(2 * _cache_bytes(), limit.free // 4)
+    found = probe_limits(torch.device("cpu"))
+    limit, most = tightest(found.limits), 2 * _cache_bytes()
+    if limit is not None:
+        most = min(most, limit.free // 4 // found.num_processes)
     return max(most // 4096 * 4096, least)
 
 

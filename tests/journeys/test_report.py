@@ -15,7 +15,7 @@ import noria
 import pytest
 import torch
 from noria import doctor
-from noria.host.limits import Limit
+from noria.host.limits import Found, Limit
 from noria.pipeline.peer_memory import Loan
 from noria.policy import format_bytes
 from noria.report import Bound, HostMemory, UpdateTime, _advice
@@ -252,13 +252,16 @@ def test_without_a_number_the_memory_is_measured_once(monkeypatch):
     doctor.host_memory_gib_s.cache_clear()
 
 
-@pytest.mark.parametrize(("free_mib", "mib"), [(64, 64), (1024, 256), (1 << 20, 2048)])
-def test_measuring_the_memory_leaves_room_where_caches_are_large(monkeypatch, free_mib, mib):
+@pytest.mark.parametrize(
+    ("free_mib", "ranks", "mib"), [(64, 1, 64), (1024, 1, 256), (1024, 2, 128), (1 << 20, 8, 2048)]
+)
+def test_measuring_the_memory_leaves_room_where_caches_are_large(monkeypatch, free_mib, ranks, mib):
     """A virtual machine may see all caches of a large host."""
+    limit = Limit("MemAvailable", "/proc/meminfo", free_mib << 20)
     measured = []
     monkeypatch.setattr(doctor, "_measure_update", lambda count, tries: measured.append(count) or 12.5)
     monkeypatch.setattr(doctor, "_cache_bytes", lambda: 1 << 30)
-    monkeypatch.setattr(doctor, "host_limits", lambda: [Limit("MemAvailable", "/proc/meminfo", free_mib << 20)])
+    monkeypatch.setattr(doctor, "probe_limits", lambda device: Found("here", ranks, None, (limit,)))
     doctor.host_memory_gib_s.__wrapped__()
     assert measured == [mib * (1 << 20) // 16]
 
