@@ -108,7 +108,7 @@ def test_steps_keep_their_losses_at_every_speed_of_the_disk(folder, monkeypatch)
     assert list(summary) == names
     assert result["settings"]["file_bytes"] >= 6 * 8 * 64 * 65
     for name in names:
-        assert summary[name]["writes"] == pytest.approx(1) and summary[name]["reads"] >= 0.9
+        assert summary[name]["write_times"] == pytest.approx(1) and summary[name]["read_times"] >= 0.9
         speed = result["settings"]["speed_gib_s"]
         share = {"full": None, "1/2": 0.5, "1/4": 0.25}[name.split(", ")[1]]
         if share is not None:
