@@ -80,8 +80,10 @@ void FileStates::note_used(UnitId unit) {
   if (!was_ahead) std::erase(expected_, unit);
   expected_.push_back(unit);
   ++num_used_;
+  // In the order of the last step a unit is used within `num_planned_` updates. After twice as many it was left out.
   std::erase_if(ahead_, [&](const auto& each) { return num_used_ - each.second > 2 * num_planned_; });
-  bring_ahead(was_ahead ? 0 : 1);  // the order has changed: another unit may come that is not expected
+  // If this unit was not expected, the next one may not be, either: it finds a slot.
+  bring_ahead(was_ahead ? 0 : 1);
 }
 
 void FileStates::bring_ahead(int left) {
@@ -125,7 +127,7 @@ void FileStates::bring_blank(UnitId unit) {
 
 int FileStates::free_slot() {
   int found = -1;
-  // What was brought ahead is needed soon, so such a slot comes last, and first of them the one that was brought last.
+  // What was brought ahead is needed soon, so such slots come last. Of these the one that was brought last comes first.
   const auto key_of = [&](int number) {
     const Slot& slot = slots_[static_cast<std::size_t>(number)];
     const bool is_ahead = ahead_.contains(slot.unit);

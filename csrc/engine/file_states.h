@@ -6,8 +6,8 @@
 // bytes until another unit needs it; that unit's read_state waits for the write.
 //
 // Ownership: owns the read lane and the write lane, and shares the home in files. Borrows the issuer.
-// Order: a slot's unit changes in issue order. Which slot: the one whose unit was used longest ago, and that
-//   of a unit that was brought ahead only if there is no other: then of the one that was brought last.
+// Order: a slot's unit changes in issue order. A new unit takes the slot of the unit that was used longest ago. If all
+//   units have been brought ahead, it takes the slot of the one that was brought last.
 // Threads: the caller serialises. `release` and `bring_blank` may block.
 #pragma once
 

@@ -15,10 +15,11 @@ __all__ = ["FileOps", "FileWeightsOps"]
 class FileOps:
     """Gives units slots as csrc/engine/file_states.h does.
 
-    The unit whose last use is longest ago loses its slot. One that was brought ahead does so only if there is no other:
-    then the one that was brought last.
+    The unit whose last use is longest ago loses its slot. If all have been brought ahead, the one that was brought last
+    does.
 
-    A read is issued when the op that writes `begun` has ended, and not before. None: reads come ahead of their units.
+    A read is issued when the op that writes `begun` has ended, and not before. None, as under update="backward": reads
+    come ahead of their units.
     """
 
     def __init__(self, files: FilePlan, buffers: _C.BufferTable, begun: int | None) -> None:
@@ -46,12 +47,14 @@ class FileOps:
         return self._slot(self._slots[unit]), "write"
 
     def put_back(self, unit: int) -> Iterator[SimulatedOp]:
-        """Writes what an update has made."""
+        """Writes what an update has made, and brings ahead what comes next if reads come ahead."""
         accesses = [(self._slot(self._slots[unit]), "read"), (self._record(unit), "write")]
         yield SimulatedOp("write", "write_state", unit, self._files.sizes[unit], accesses)
+        if not self._begun:
+            yield from self._bring_ahead_behind(unit)
 
-    def note_used(self, unit: int) -> Iterator[SimulatedOp]:
-        """Brings ahead what comes next, once a backward has updated the unit."""
+    def _bring_ahead_behind(self, unit: int) -> Iterator[SimulatedOp]:
+        """Brings ahead what comes next, once the unit has been updated."""
         was_ahead = unit in self._ahead
         (self._ahead if was_ahead else self._expected).remove(unit)
         self._expected.append(unit)

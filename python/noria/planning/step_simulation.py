@@ -401,8 +401,6 @@ class PlannedStep:
         self._add("update", "update", verb, unit, num_bytes, accesses, priority)
         if is_in_file:
             self._add_ops("step", self._files.put_back(unit))
-            if self.planned.policy.update == "backward":
-                self._add_ops("step", self._files.note_used(unit))
 
     def _is_in_ring(self, unit: int) -> bool:
         """Returns True if the unit's gradients have a slot of the gradient ring until they are updated."""
