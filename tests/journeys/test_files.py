@@ -197,7 +197,7 @@ def test_under_backward_another_order_costs_few_reads_and_no_bits(folder):
     torch.manual_seed(0)
     plain = Reordered(BLOCKS_HERE, WIDTH_HERE)
     policy = {"device": DEVICE, "window": 3, "kernel": "fused", "update": "backward"}
-    memory = least_host_memory(update="backward", files=folder, device=DEVICE, window=3, kernel="fused")
+    memory = least_host_memory(**policy, files=folder)
     runs = []
     for more in ({}, {"files": folder, "host_memory": memory}):
         model = copy.deepcopy(plain)
