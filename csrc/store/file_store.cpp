@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include <fcntl.h>
@@ -112,14 +113,15 @@ void FileStore::forget_mappings(int first) {
 
 void FileStore::note_mapped_write(int number) {
   Record& record = at(number);
-  record.is_sealed = record.is_torn = false;
+  record.is_sealed = false;
+  record.why_torn.clear();
 }
 
 void FileStore::read(int number, std::byte* memory) {
   Record& record = at(number);
-  if (record.is_torn) {
+  if (!record.why_torn.empty()) {
     throw MachineError("record " + std::to_string(number) + " in " + record.parts.front().file->name +
-                       " is torn: an earlier write of it failed");
+                       " is torn: an earlier write of it failed: " + record.why_torn);
   }
   if (!record.is_written) {
     std::memset(memory, 0, static_cast<std::size_t>(record.bytes.count));
@@ -145,13 +147,17 @@ void FileStore::read(int number, std::byte* memory) {
 
 void FileStore::write(int number, const std::byte* memory) {
   Record& record = at(number);
-  record.is_torn = true;
   // A door writes from memory that it does not change.
   std::vector<FilePart> parts = parts_in(record, const_cast<std::byte*>(memory));
-  writer_->run(FileWay::write, parts);
+  try {
+    writer_->run(FileWay::write, parts);
+  } catch (const std::exception& error) {
+    record.why_torn = error.what();
+    throw;
+  }
   for (std::size_t part = 0; part < parts.size(); ++part) record.parts[part].sum = parts[part].sum;
   record.is_written = true;
-  record.is_torn = false;
+  record.why_torn.clear();
 }
 
 std::vector<FilePart> FileStore::parts_in(const Record& record, std::byte* memory) const {
@@ -169,7 +175,9 @@ void FileStore::flush(const Record& record, int number) {
       if (errno != EINTR) error = errno;
     }
     if (error == 0) continue;
-    for (Record& each : records_) each.is_torn = each.is_torn || !each.is_sealed;
+    for (Record& each : records_) {
+      if (!each.is_sealed && each.why_torn.empty()) each.why_torn = std::strerror(error);
+    }
     throw MachineError("writing record " + std::to_string(number) + " to " + range.file->name +
                        " failed: " + std::strerror(error) + ". Load these weights again");
   }

@@ -89,7 +89,7 @@ class FileStore {
     std::vector<FilePart> parts;  // without memory; `sum` is what was written
     std::vector<Bytes> offsets;   // by part: where it begins in the record
     bool is_written = false;
-    bool is_torn = false;
+    std::string why_torn;          // why a write of it has failed; empty: none has
     bool is_sealed = true;         // false: the sums are not those of the bytes
     std::vector<FilePart> mapped;  // the ranges of a mapped record; `memory` is where, or null
   };
