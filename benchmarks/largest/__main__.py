@@ -4,7 +4,7 @@
 
 One family of GPTs, of any number of layers; the largest one that takes three steps, by bisection. Each attempt is a
 process of its own. The device's limit is its allocator's (and noria's budget); the host's is held by the kernel (a
-control group, else RLIMIT_DATA, for what comes behind the imports), and by its count of the process afterwards (VmHWM),
+control group, else RLIMIT_DATA, for what comes behind the imports), and by its count of the peak afterwards,
 pinned memory included. On a machine without a device, what would lie on one is host memory as well: it is computed from
 the sizes of tensors and buffers, taken off, and held against the device's limit. The model is built on the host in
 fp32. The system then takes it over in its own way: the memory for that counts.

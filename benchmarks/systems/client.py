@@ -87,12 +87,11 @@ class Client:
         """
         started = self.tell(do="import")
         self.before = self.resident("VmRSS")
+        self.group = ControlGroup.of(self.process.pid, host_limit)
+        started["control_group"] = self.group is not None
         word: dict[str, Any] = {"do": "build", "task": dataclasses.asdict(task)}
-        if host_limit is not None:
-            self.group = ControlGroup.of(self.process.pid, host_limit)
-            started["host_limit_by"] = "control group" if self.group else "RLIMIT_DATA"
-            if self.group is None:
-                word["host_limit"] = host_limit + self.resident("VmData")
+        if host_limit is not None and self.group is None:
+            word["host_limit"] = host_limit + self.resident("VmData")
         return started | self.tell(**word)
 
     def resident(self, row: str) -> int:
@@ -104,13 +103,16 @@ class Client:
         return own.get(row, 0) + sum(max(each.get(row, 0) - each.get("RssShmem", 0), 0) for each in others)
 
     def peak_host_bytes(self) -> int:
-        """Since its imports, the most since the last call; of several processes, the sum of what each had at most.
-        A page that a process without others has mapped twice counts once."""
-        found = self.resident("VmHWM") - self.before - mapped_twice(self.process.pid)
+        """Since its imports, the most since the last call. The kernel counts it in two ways, each of them never too
+        low, so the smaller one holds: by process, where a page that is mapped twice counts twice, and several processes
+        count as if each had its most at once; and by control group, if it has one, where cached files count."""
+        counts = [self.resident("VmHWM") - self.before]
         for pid in _family(self.process.pid):
             with contextlib.suppress(OSError):
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
-        return found
+        if self.group is not None:
+            counts.append(self.group.peak_bytes())
+        return min(counts)
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -122,15 +124,6 @@ class Client:
             self.process.wait()
         if self.group is not None:
             self.group.close()
-
-
-def mapped_twice(pid: int) -> int:
-    """Bytes of shared memory that the process's own count has more than once. 0 if it has started others: what they
-    share would look the same."""
-    if len(_family(pid)) > 1:
-        return 0
-    shared = _rows(pid, "status").get("RssShmem", 0)
-    return max(shared - _rows(pid, "smaps_rollup").get("Pss_Shmem", shared), 0)
 
 
 def _family(pid: int) -> list[int]:
@@ -153,35 +146,50 @@ def _rows(pid: int, name: str) -> dict[str, int]:
 
 
 class ControlGroup:
-    """A limit on the memory that a process takes from now on; who exceeds it is killed by the kernel."""
+    """Counts the memory that a process takes from now on, and what it starts. May limit it: the kernel kills who takes
+    more."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, pid: int, peak: str, limits: dict[str, int]) -> None:
+        """Raises OSError if this process may not make one, or if the kernel cannot count the peak anew."""
+        self._folder = folder
+        folder.mkdir()
+        try:
+            self._peak = os.open(folder / peak, os.O_RDWR)
+        except OSError:
+            folder.rmdir()
+            raise
+        try:
+            for name, limit in limits.items():
+                (folder / name).write_text(str(limit))
+            (folder / "cgroup.procs").write_text(str(pid))
+        except OSError:
+            self.close()
+            raise
 
     @staticmethod
-    def of(pid: int, limit: int) -> ControlGroup | None:
-        """Returns None if this process may not make one."""
-        base = Path("/sys/fs/cgroup")
-        for parent, name in ((base / "memory", "memory.limit_in_bytes"), (base, "memory.max")):
-            folder = parent / f"noria_benchmark_{pid}"
-            try:
-                folder.mkdir()
-            except OSError:
-                continue
-            group = ControlGroup(folder)
-            try:
-                (folder / name).write_text(str(limit))
-                (folder / "cgroup.procs").write_text(str(pid))
-                return group
-            except OSError:
-                group.close()
+    def of(pid: int, limit: int | None) -> ControlGroup | None:
+        """Returns None if there can be none."""
+        name, base = f"noria_benchmark_{pid}", Path("/sys/fs/cgroup")
+        limits = {} if limit is None else {"memory.limit_in_bytes": limit}
+        with contextlib.suppress(OSError):
+            return ControlGroup(base / "memory" / name, pid, "memory.max_usage_in_bytes", limits)
+        limits = {} if limit is None else {"memory.max": limit}
+        with contextlib.suppress(OSError):  # "memory.peak" can be written since Linux 6.12
+            return ControlGroup(base / name, pid, "memory.peak", limits)
         return None
+
+    def peak_bytes(self) -> int:
+        """The most since the last call."""
+        found = int(os.pread(self._peak, 100, 0))
+        os.pwrite(self._peak, b"0", 0)
+        return found
 
     def close(self) -> None:
         """Once the process has ended."""
+        os.close(self._peak)
         for _ in range(50):
             try:
-                self.folder.rmdir()
+                self._folder.rmdir()
                 return
             except OSError:  # its pages are still being given back
                 time.sleep(0.1)
