@@ -14,6 +14,7 @@
 #include "device/backend.h"
 #include "device/cuda_runtime.h"
 #include "device/host_backend.h"
+#include "device/host_memory.h"
 #include "device/host_ticket.h"
 #include "device/kernel_images.h"
 #include "device/link_probe.h"
@@ -233,6 +234,7 @@ void bind_device(py::module_& m) {
   m.attr("DEFAULT_STREAM") = Stream::of(nullptr).value();
   m.def("has_kernel_images", [] { return !kernel_images().empty(); });
   m.def("begin_own_thread", &begin_own_thread, py::arg("name"));
+  m.def("return_freed_memory", &return_freed_memory, Release());
   m.def("make_host_backend", &make_host, py::arg("capacity"), py::arg("pace") = py::none());
   py::class_<cuda::Runtime, std::shared_ptr<cuda::Runtime>>(m, "CudaRuntime")
       .def(py::init([](const std::string& path) { return std::const_pointer_cast<cuda::Runtime>(open_cuda(path)); }),

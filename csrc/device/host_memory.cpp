@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include <fcntl.h>
+#include <malloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -76,5 +77,11 @@ void join_pages(std::byte* memory, Bytes bytes) {
 }
 
 void unmap_pages(std::byte* memory, Bytes bytes) { munmap(memory, static_cast<std::size_t>(whole_pages(bytes).count)); }
+
+void return_freed_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
 
 }  // namespace noria

@@ -29,4 +29,8 @@ void join_pages(std::byte* memory, Bytes bytes);
 
 void unmap_pages(std::byte* memory, Bytes bytes);
 
+/// Gives back to the kernel what this process has freed. Otherwise glibc may keep blocks of up to 32 MiB, so that a
+/// model whose tensors are freed would still take memory.
+void return_freed_memory();
+
 }  // namespace noria

@@ -173,6 +173,9 @@ def has_kernel_images() -> bool:
     """Returns True if this build has device code of noria's kernels."""
 
 def begin_own_thread(name: str) -> None: ...
+def return_freed_memory() -> None:
+    """Gives back to the kernel what this process has freed."""
+
 def make_host_backend(capacity: int, pace: Pace | None = ...) -> HostBackend: ...
 
 class CudaRuntime:

@@ -319,6 +319,7 @@ def _take_rest(wrapped: Wrapped, met: Sequence[Ranks | StageGroup]) -> None:
     interrupt: KeyboardInterrupt | None = None
     with raised_by_all(met, "noria.wrap"):
         try:
+            _C.return_freed_memory()  # of the weights where they were before
             wrapped.context.home.take_rest()
         except KeyboardInterrupt as error:  # only this rank has it: meet the others before raising
             interrupt = error

@@ -54,10 +54,30 @@ print(json.dumps({
 """
 
 
-def measured(**settings):
+WRAPS_AFTER_LARGE_BLOCKS = """
+import json
+import psutil, torch, noria
+from torch import nn
+
+from tests.device import DEVICE
+
+resident = lambda: psutil.Process().memory_info().rss
+small = lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(2)])
+noria.wrap(small(), device=DEVICE, units=[nn.Linear])  # what noria loads at first
+for _ in range(2):
+    torch.empty(31 << 20, dtype=torch.uint8)  # once freed, malloc keeps blocks of this size
+model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(32)]).requires_grad_(False)
+top = torch.empty(64 << 10, dtype=torch.uint8)  # what lies below it malloc does not return by itself
+before = resident()
+noria.wrap(model, device=DEVICE, window=2, units=[nn.Linear], resident="none")
+print(json.dumps({"growth": resident() - before, "weights": sum(p.nbytes for p in model.parameters())}))
+"""
+
+
+def measured(program=PROGRAM, **settings):
     paths = os.pathsep.join([os.path.dirname(os.path.dirname(noria.__file__)), "."])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(settings)],
+        [sys.executable, "-c", program, json.dumps(settings)],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -89,3 +109,9 @@ def test_the_process_grows_by_its_ledger(kernel, bfloat16, width, depth):
     scratch = 4 * width * (width + 1) if (kernel, bfloat16) == ("torch", True) else 0
     padding = 1 << 12
     assert 0 <= found["host"] - scratch - PER_ELEMENT[kernel, bfloat16] * found["elements"] <= padding * depth, found
+
+
+@pytest.mark.cpu_only("the pretend device's memory is the process's own")
+def test_the_memory_of_weights_that_have_moved_goes_back_to_the_system():
+    found = measured(WRAPS_AFTER_LARGE_BLOCKS)
+    assert found["growth"] < found["weights"] // 2, found
