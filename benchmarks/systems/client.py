@@ -76,7 +76,8 @@ class Client:
         if self._is_late:
             return f"no answer in {self.patience_s:.0f} s"
         if code < 0:
-            by = " for more memory than its limit" if self.group is not None and code == -signal.SIGKILL else ""
+            is_limited = self.group is not None and self.group.is_limited
+            by = " for more memory than its limit" if is_limited and code == -signal.SIGKILL else ""
             return f"ended by {signal.Signals(-code).name}{by}"
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return f"exit status {code}: {lines[-1][:300] if lines else 'it said nothing'}"
@@ -152,6 +153,7 @@ class ControlGroup:
     def __init__(self, folder: Path, pid: int, peak: str, limits: dict[str, int]) -> None:
         """Raises OSError if this process may not make one, or if the kernel cannot count the peak anew."""
         self._folder = folder
+        self.is_limited = bool(limits)
         folder.mkdir()
         try:
             self._peak = os.open(folder / peak, os.O_RDWR)
