@@ -197,7 +197,7 @@ def _best_s(work: Callable[[], object], tries: int) -> float:
 def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
     """Measures copies of `num_bytes`, and AdamW on four arrays.
 
-    The arrays take twice as many bytes together. If caches are large, they take more (`_beside_caches`).
+    The four arrays together have `2 * num_bytes`. If the caches are large, they have more (`_beside_caches`).
     """
     num_bytes = -(-num_bytes // 4096) * 4096
     backend = _C.make_host_backend(num_bytes)

@@ -11,8 +11,9 @@ import pytest
 MIB = 1 << 20
 
 PROGRAM = """
-import ctypes, gc, json, sys
+import gc, json, sys
 import psutil, torch, noria
+from noria import _C
 from noria.wrapped import wrapped_by
 from noria.testing import on_machine
 from torch import nn
@@ -24,7 +25,7 @@ torch.set_num_threads(1)
 
 def resident():
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what torch has given back to malloc it does not use
+    _C.return_freed_memory()  # what torch has given back to malloc it does not use
     return psutil.Process().memory_info().rss
 
 def wrapped(width, depth):
