@@ -104,9 +104,10 @@ class Client:
         return own.get(row, 0) + sum(max(each.get(row, 0) - each.get("RssShmem", 0), 0) for each in others)
 
     def peak_host_bytes(self) -> int:
-        """Since its imports, the most since the last call. The kernel counts it in two ways, each of them never too
-        low, so the smaller one holds: by process, where a page that is mapped twice counts twice, and several processes
-        count as if each had its most at once; and by control group, if it has one, where cached files count."""
+        """Since its imports, the most since the last call. The kernel counts it in two ways, neither too low, so the
+        smaller one holds: by process, where a page that is mapped twice counts twice, and several processes count as if
+        each had its most at once; and by control group, if it has one, where the files that it has read count. Only
+        libraries that others have read before are missing there."""
         counts = [self.resident("VmHWM") - self.before]
         for pid in _family(self.process.pid):
             with contextlib.suppress(OSError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import pathlib
 import tempfile
@@ -13,6 +12,7 @@ from typing import Any
 import noria
 import pytest
 import torch
+from noria import _C
 from noria.report import _bound
 from noria.testing import on_machine
 from noria.trace_file import read_trace
@@ -95,7 +95,7 @@ PER_ELEMENT = {None: (16, 4), torch.bfloat16: (14, 2)}
 def resident(*, peak: bool = False) -> int:
     """Of this process, now; `peak`: at most since `forget_peak`."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what torch has given back to malloc it does not use
+    _C.return_freed_memory()  # what torch has given back to malloc it does not use
     name = "VmHWM" if peak else "VmRSS"
     [line] = [line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
     return int(line.split()[1]) << 10
