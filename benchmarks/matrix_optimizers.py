@@ -1,11 +1,13 @@
-"""How long does a step of Adafactor take by noria's kernel, beside torch's own code on the same home?
+"""How long does a step of an optimizer of whole matrices take by noria's kernel, beside torch's own code on the same
+home?
 
-    python benchmarks/adafactor.py
+    python benchmarks/matrix_optimizers.py --optimizer adafactor
+    python benchmarks/matrix_optimizers.py --optimizer muon
 
-Three optimizers take turns, step by step, in one process: torch.optim.Adafactor on a plain model, and that of wrapped
-models with kernel="torch" and kernel="fused". Only `step()` is timed. It is whole inside of it, because
-update="blocking". noria's pool has one thread less than torch, as always. `GiB/s` is what the fused kernel reads and
-writes.
+Three optimizers take turns, step by step, in one process: torch's on a plain model, and that of wrapped models with
+kernel="torch" and kernel="fused". Only `step()` is timed. It is whole inside of it, because update="blocking". noria's
+pool has one thread less than torch, as always; Muon's products run on all of torch's. `GiB/s` is what the fused kernel
+reads and writes. `home` is what parameters, gradients and state take there, in bytes a parameter.
 """
 
 from __future__ import annotations
@@ -20,15 +22,21 @@ import torch
 from noria.model.update_rules import rule_of
 from torch import nn
 
-FORMATS = {"fp32": None, "bf16": torch.bfloat16}
+FORMATS: dict[str, tuple[torch.dtype | None, str]] = {
+    "fp32": (None, "fp32"),
+    "bf16": (torch.bfloat16, "fp32"),
+    "bf16, momentum in 8 bits": (torch.bfloat16, "8bit"),
+}
+OPTIMIZERS = {"adafactor": torch.optim.Adafactor, "muon": torch.optim.Muon}
 
 
 class Stack(nn.Module):
-    """Blocks of a transformer's shapes, without its operators: gradients come cheaply."""
+    """Blocks of a transformer's shapes, without its operators: gradients come cheaply. Muon has matrices alone."""
 
-    def __init__(self, num_blocks: int, width: int) -> None:
+    def __init__(self, num_blocks: int, width: int, has_vectors: bool) -> None:
         super().__init__()
-        shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width), (width,), (width,)]
+        shapes: list[tuple[int, ...]] = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+        shapes += [(width,), (width,)] * has_vectors
         self.blocks = nn.ModuleList(
             nn.ParameterList(nn.Parameter(0.02 * torch.randn(shape)) for shape in shapes) for _ in range(num_blocks)
         )
@@ -39,13 +47,17 @@ class Stack(nn.Module):
                 parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-def measure(args: Any, dtype: torch.dtype | None) -> tuple[dict[str, list[float]], dict[str, Any]]:
+def measure(args: Any, dtype: torch.dtype | None, state: str) -> tuple[dict[str, list[float]], dict[str, Any]]:
     torch.manual_seed(0)
-    plain = Stack(2 if args.quick else args.blocks, 256 if args.quick else args.width)
+    cls = OPTIMIZERS[args.optimizer]
+    has_vectors = cls is not torch.optim.Muon
+    plain = Stack(2 if args.quick else args.blocks, 256 if args.quick else args.width, has_vectors)
     models = {name: copy.deepcopy(plain) for name in ("plain", "torch", "fused")}
-    optimizers = {name: torch.optim.Adafactor(model.parameters(), lr=1e-3) for name, model in models.items()}
+    optimizers = {name: cls(model.parameters(), lr=1e-3) for name, model in models.items()}
     for kernel in ("torch", "fused"):
-        noria.wrap(models[kernel], optimizers[kernel], device="cpu", kernel=kernel, update="blocking", dtype=dtype)
+        state_dtype = state if kernel == "fused" else "fp32"
+        policy: Any = {"kernel": kernel, "update": "blocking", "dtype": dtype, "state_dtype": state_dtype}
+        noria.wrap(models[kernel], optimizers[kernel], device="cpu", **policy)
     generator = torch.Generator().manual_seed(1)
     samples: dict[str, list[float]] = {name: [] for name in models}
     names = list(models)
@@ -57,7 +69,7 @@ def measure(args: Any, dtype: torch.dtype | None) -> tuple[dict[str, list[float]
             if number >= 2:  # state is there
                 samples[name].append(taken)
     parameters = sum(each.numel() for each in plain.parameters())
-    moved = parameters * rule_of(torch.optim.Adafactor, {}).bytes_per_element(is_split=dtype is not None)
+    moved = parameters * rule_of(cls, {}).bytes_per_element(dtype is not None, state)
     seconds = _common.spread(samples["fused"])["median"]
     return samples, {
         "step_s": {name: _common.spread(values) for name, values in samples.items()},
@@ -65,11 +77,17 @@ def measure(args: Any, dtype: torch.dtype | None) -> tuple[dict[str, list[float]
         "plain_over_fused": _common.paired_ratio(samples["plain"], samples["fused"]),
         "fused_gib_s": moved / seconds / (1 << 30),
         "parameters": parameters,
+        "home_bytes": {kernel: home_bytes(models[kernel]) / parameters for kernel in ("torch", "fused")},
     }
+
+
+def home_bytes(model: nn.Module) -> int:
+    return sum(row.planned for row in noria.report(model).ledger if row.place.startswith("host"))
 
 
 def main() -> int:
     parser = _common.parser_of(__doc__)
+    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], required=True)
     parser.add_argument("--steps", type=int, help="measured steps of each optimizer")
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--width", type=int, default=1024)
@@ -79,15 +97,19 @@ def main() -> int:
     samples: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     rows = []
-    for name, dtype in FORMATS.items():
-        samples[name], its = measure(args, dtype)
+    for name, (dtype, state) in FORMATS.items():
+        if state != "fp32" and args.optimizer != "muon":
+            continue  # Adafactor keeps no moment by element
+        samples[name], its = measure(args, dtype, state)
         summary[name] = its
         times = [1e3 * its["step_s"][each]["median"] for each in ("plain", "torch", "fused")]
-        rows.append([name, *times, its["torch_over_fused"]["of_pairs"], its["fused_gib_s"]])
+        homes = its["home_bytes"].values()
+        rows.append([name, *times, its["torch_over_fused"]["of_pairs"], its["fused_gib_s"], *homes])
     columns = ["weights", "plain PyTorch (ms)", "torch's code (ms)", "fused (ms)", "torch's / fused", "GiB/s"]
-    _common.show("a step of Adafactor", columns, rows)
+    columns += ["home, torch's", "home, fused"]
+    _common.show(f"a step of {OPTIMIZERS[args.optimizer].__name__}", columns, rows)
     settings = {"steps": args.steps, "blocks": args.blocks, "width": args.width, "threads": torch.get_num_threads()}
-    _common.Result("adafactor", samples, summary, settings).write(args, began)
+    _common.Result(args.optimizer, samples, summary, settings).write(args, began)
     return 0
 
 

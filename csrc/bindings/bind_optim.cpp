@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -10,10 +11,12 @@
 #include "base/errors.h"
 #include "base/words.h"
 #include "bindings/lane_stats.h"
+#include "bindings/orthogonalize.h"
 #include "optim/device_optimizer.h"
 #include "optim/factored.h"
 #include "optim/host_optimizer.h"
 #include "optim/moment_codes.h"
+#include "optim/muon.h"
 #include "optim/split_master.h"
 #include "optim/update.h"
 
@@ -27,7 +30,7 @@ using Release = py::call_guard<py::gil_scoped_release>;
 using ShortPiece = std::tuple<std::int64_t, std::int64_t, UpdateScalars>;
 using Piece = std::tuple<std::int64_t, std::int64_t, UpdateScalars, std::uint64_t, std::int64_t>;
 using Pieces = std::vector<std::variant<ShortPiece, Piece>>;
-/// How many matrices, rows and columns a parameter has, and the addresses of its moments by row and by column.
+/// How many matrices, rows and columns a parameter has, and the addresses of its moments by row and by column; 0: none.
 using Factored = std::tuple<std::int64_t, std::int64_t, std::int64_t, Address, Address>;
 
 template <class Element>
@@ -70,6 +73,7 @@ UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArra
   job.task = parse_task(task);
   if (sums) job.sums = std::make_shared<std::vector<double>>();
   job.rule = parse_update_rule(rule);
+  if (job.rule == UpdateRule::muon) job.orthogonalize = orthogonalize_by_torch;
   job.arrays = arrays;
   job.gradient = at<void>(gradient);
   for (const auto& piece : pieces) {
@@ -118,22 +122,28 @@ void bind_kernels(py::module_& m) {
       .def_readwrite("rounding", &UpdateScalars::rounding)
       .def_readwrite("least_rms", &UpdateScalars::least_rms)
       .def_readwrite("most_rms", &UpdateScalars::most_rms)
+      .def_readwrite("iteration_a", &UpdateScalars::iteration_a)
+      .def_readwrite("iteration_b", &UpdateScalars::iteration_b)
+      .def_readwrite("iteration_c", &UpdateScalars::iteration_c)
+      .def_readwrite("num_iterations", &UpdateScalars::num_iterations)
       .def("__eq__", &have_same_bits, "Bit by bit.");
 
   m.def(
       "update_scalars",
       [](const std::string& rule, std::int64_t step, double lr, double beta1, double beta2, double eps,
          double weight_decay, double momentum, double dampening, bool nesterov, bool maximize, double factor,
-         double divisor, double prefactor, std::uint64_t seed, double beta2_decay, double least_rms, double most_rms) {
-        const UpdateHyper hyper{lr,       beta1,  beta2,   eps,       weight_decay, momentum,  dampening, nesterov,
-                                maximize, factor, divisor, prefactor, beta2_decay,  least_rms, most_rms};
+         double divisor, double prefactor, std::uint64_t seed, double beta2_decay, double least_rms, double most_rms,
+         const std::array<double, 3>& iteration, int num_iterations) {
+        const UpdateHyper hyper{lr,          beta1,     beta2,    eps,       weight_decay,  momentum,
+                                dampening,   nesterov,  maximize, factor,    divisor,       prefactor,
+                                beta2_decay, least_rms, most_rms, iteration, num_iterations};
         return update_scalars(parse_update_rule(rule), hyper, step, seed);
       },
       py::arg("rule"), py::arg("step"), py::kw_only(), py::arg("lr"), py::arg("beta1") = 0.9, py::arg("beta2") = 0.999,
       py::arg("eps") = 1e-8, py::arg("weight_decay") = 0.0, py::arg("momentum") = 0.0, py::arg("dampening") = 0.0,
       py::arg("nesterov") = false, py::arg("maximize") = false, py::arg("factor") = 1.0, py::arg("divisor") = 1.0,
       py::arg("prefactor") = 1.0, py::arg("seed") = 0, py::arg("beta2_decay") = -0.8, py::arg("least_rms") = 1e-3,
-      py::arg("most_rms") = 1.0);
+      py::arg("most_rms") = 1.0, py::arg("iteration") = std::array<double, 3>{}, py::arg("num_iterations") = 0);
   m.def("instruction_sets", &instruction_sets);
 
   py::class_<UnitArrays>(m, "UnitArrays")
@@ -169,8 +179,13 @@ void bind_kernels(py::module_& m) {
           "run",
           [](const UpdateJob& job, const std::string& instruction_set) {
             check(job);
+            const auto nothing = [] {};
             if (job.rule == UpdateRule::adafactor) {
-              FactoredUpdate::run_here(job, instruction_set);
+              FactoredUpdate().run(job, for_each_here, nothing, instruction_set);
+              return;
+            }
+            if (job.rule == UpdateRule::muon) {
+              run_muon(job, for_each_here, nothing, instruction_set);
               return;
             }
             if (job.task == UpdateTask::draft) begin_draft(job);

@@ -297,11 +297,4 @@ void FactoredUpdate::run(const UpdateJob& job, const ForEach& for_each, const st
   });
 }
 
-void FactoredUpdate::run_here(const UpdateJob& job, const std::string& instruction_set) {
-  const auto one_by_one = [](std::size_t count, const std::function<void(std::size_t)>& each) {
-    for (std::size_t i = 0; i < count; ++i) each(i);
-  };
-  FactoredUpdate().run(job, one_by_one, [] {}, instruction_set);
-}
-
 }  // namespace noria

@@ -27,14 +27,9 @@ class FactoredUpdate {
   FactoredUpdate(const FactoredUpdate&) = delete;  // memory of one caller
   FactoredUpdate& operator=(const FactoredUpdate&) = delete;
 
-  /// Calls a function with each number below a count, in any order and on any threads. Returns when all are done.
-  using ForEach = std::function<void(std::size_t count, const std::function<void(std::size_t)>& each)>;
-
   /// Runs the job. `part_done` is called after each part that is written.
   void run(const UpdateJob& job, const ForEach& for_each, const std::function<void()>& part_done,
            const std::string& instruction_set = "");
-  /// Runs the job on the calling thread.
-  static void run_here(const UpdateJob& job, const std::string& instruction_set = "");
 
  private:
   struct Plan;

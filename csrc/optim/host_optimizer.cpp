@@ -20,6 +20,7 @@
 #include "device/own_thread.h"
 #include "device/timing.h"
 #include "optim/factored.h"
+#include "optim/muon.h"
 #include "optim/parallel.h"
 #include "optim/update_queue.h"
 
@@ -225,8 +226,8 @@ Bytes HostOptimizer::State::compute(UpdateJob& job) {
     }
   }
   if (job.task == UpdateTask::draft) begin_draft(job);
-  const bool is_factored = job.rule == UpdateRule::adafactor && job.task == UpdateTask::update;
-  if (is_factored && !job.sums) chunks.clear();
+  const bool is_whole = !is_elementwise(job.rule) && job.task == UpdateTask::update;
+  if (is_whole && !job.sums) chunks.clear();
   else cut_into_chunks(job.pieces, chunks);
   if (job.sums) sums.assign(chunks.size(), 0.0);
   for_each_number(arena, chunks.size(), [&](std::size_t i) {
@@ -234,14 +235,15 @@ Bytes HostOptimizer::State::compute(UpdateJob& job) {
     if (job.sums) {
       sums[i] = sum_of_squares(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
     }
-    if (job.task == UpdateTask::sum || is_factored) return;
+    if (job.task == UpdateTask::sum || is_whole) return;
     update_elements(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
     pace->part_done();
   });
-  if (is_factored) {
-    factored.run(
-        job, [&](std::size_t count, const auto& each) { for_each_number(arena, count, each); },
-        [&] { pace->part_done(); });
+  if (is_whole) {
+    const auto for_each = [&](std::size_t count, const auto& each) { for_each_number(arena, count, each); };
+    const auto part_done = [&] { pace->part_done(); };
+    if (job.rule == UpdateRule::muon) run_muon(job, for_each, part_done);
+    else factored.run(job, for_each, part_done);
   }
   if (job.task == UpdateTask::draft) job.progress->num_left_out = job.log.header->num_left;
   for (std::size_t i = 0; i < chunks.size() && job.sums; ++i) {

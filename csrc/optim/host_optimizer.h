@@ -8,8 +8,9 @@
 //   ones, the first submitted. Results depend neither on this order nor on threads (elementwise formulas, fixed
 //   chunks). A failed job fails its ticket, so no waiter waits for ever. A failed wait fails the job that waited for
 //   it, and the job does not run.
-// Threads: any thread may call every member. Jobs run on the pool's own threads, which never take the GIL. A forked
-//   child has none of them: there `submit` refuses, and `idle`, `close` and the destructor do nothing.
+// Threads: any thread may call every member. Jobs run on the pool's own threads, which never take the GIL; muon's
+//   products run on the serving thread, and on threads that torch starts for it. A forked child has none of them: there
+//   `submit` refuses, and `idle`, `close` and the destructor do nothing.
 //
 // Note [Tickets of a device]. A ticket calls back when it is issued. On a device that is before it has passed, because
 // the host runs ahead of the device by many layers. If no job's waits have all passed, the pool blocks on the job whose

@@ -248,7 +248,9 @@ void check(const UpdateJob& job) {
     NORIA_INVARIANT((moment->scales != nullptr) == (moment->codes != nullptr), "codes have scales");
   }
   const bool needs_log = job.task != UpdateTask::update && job.task != UpdateTask::sum;
-  NORIA_INVARIANT(!needs_log || job.rule != UpdateRule::adafactor, "updates of adafactor cannot be undone");
+  NORIA_INVARIANT(!needs_log || can_be_drafted(job.rule), "updates of this rule cannot be undone");
+  NORIA_INVARIANT(job.rule != UpdateRule::muon || job.task == UpdateTask::sum || job.orthogonalize,
+                  "muon needs matrix products");
   NORIA_INVARIANT(needs_log == job.has_log() && needs_log == (job.progress != nullptr),
                   "drafts have a log and a progress, other updates have none");
   std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
@@ -263,10 +265,11 @@ void check(const UpdateJob& job) {
     NORIA_INVARIANT(job.state_format() != StateFormat::eight_bit || piece.first % kStateBlock == 0,
                     "a piece of an update cuts a block of codes");
     const FactoredMoments& shape = piece.factored;
-    NORIA_INVARIANT(
-        job.rule != UpdateRule::adafactor || job.task == UpdateTask::sum || piece.count == 0 ||
-            (shape.by_column != nullptr && shape.num_matrices * shape.num_rows * shape.num_columns == piece.count),
-        "adafactor knows rows and columns of each piece, and keeps their moments");
+    const bool needs_shape = !is_elementwise(job.rule) && job.task != UpdateTask::sum && piece.count > 0;
+    NORIA_INVARIANT(!needs_shape || shape.num_matrices * shape.num_rows * shape.num_columns == piece.count,
+                    "an update that is not elementwise knows rows and columns of each piece");
+    NORIA_INVARIANT(!needs_shape || (job.rule == UpdateRule::adafactor) == (shape.by_column != nullptr),
+                    "adafactor keeps moments of rows and columns");
     if (piece.count > 0) ranges.emplace_back(piece.offset, piece.offset + piece.count);
   }
   std::sort(ranges.begin(), ranges.end());
@@ -279,6 +282,10 @@ std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
   for (const auto& [name, entries] : all_kernels()) names.push_back(name);
   return names;
+}
+
+void for_each_here(std::size_t count, const std::function<void(std::size_t)>& each) {
+  for (std::size_t i = 0; i < count; ++i) each(i);
 }
 
 double sum_of_squares(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset, std::int64_t count,

@@ -43,6 +43,7 @@
 // the gradient itself.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -63,6 +64,8 @@ std::string_view to_string(UpdateRule rule);
 UpdateRule parse_update_rule(std::string_view text);
 /// Returns how many of `m`, `v` the rule keeps: 0, 1 or 2, in this order.
 int num_moments(UpdateRule rule);
+constexpr bool is_elementwise(UpdateRule rule) { return static_cast<int>(rule) < kNumElementwiseRules; }
+constexpr bool can_be_drafted(UpdateRule rule) { return static_cast<int>(rule) < kNumDraftedRules; }
 
 /// Holds hyperparameters with torch's names and meanings. A rule reads those that its torch.optim class has.
 struct UpdateHyper {
@@ -70,6 +73,8 @@ struct UpdateHyper {
   bool nesterov = false, maximize = false;
   double factor = 1.0, divisor = 1.0, prefactor = 1.0;
   double beta2_decay = -0.8, least_rms = 1e-3, most_rms = 1.0;  // of adafactor: the latter two are eps[1] and d
+  std::array<double, 3> iteration{};                            // of muon: ns_coefficients
+  int num_iterations = 0;                                       // of muon: ns_steps
 };
 
 /// `step` counts from 1; for sgd_momentum from the step that makes its buffer. Throws UsageError if `step` is below 1.
@@ -78,8 +83,9 @@ UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int
 
 bool have_same_bits(const UpdateScalars& a, const UpdateScalars& b);
 
-/// Points at the second moments that adafactor keeps of one parameter. A matrix, in the last two dimensions, has one
-/// for each row and one for each column. Other parameters have one for each element, in `by_column`.
+/// Describes one parameter's shape, and points at the second moments that adafactor keeps of it. A matrix, in the last
+/// two dimensions, has one for each row and one for each column. Other parameters have one for each element, in
+/// `by_column`. Of muon: the shape of one matrix.
 struct FactoredMoments {
   std::int64_t num_matrices = 1, num_rows = 1, num_columns = 0;
   float* by_row = nullptr;
@@ -103,7 +109,7 @@ struct UpdatePiece {
   // Of a job with an undo log: the scalars that the draft used, and the index of the piece's first block in the log.
   UpdateScalars drafted{};
   std::int64_t first_undo_block = 0;
-  FactoredMoments factored{};  // of adafactor
+  FactoredMoments factored{};  // of adafactor and muon
 };
 
 inline constexpr int kMostLateScales = 2;
@@ -140,6 +146,21 @@ enum class UpdateTask : std::uint8_t {
   sum,    // of squares: reads the gradient alone; `arrays` tells its dtype
 };
 
+/// Describes a matrix in rows. An iteration replaces it by one whose rows are almost orthogonal, and of about length 1;
+/// if columns are fewer, its columns. `scalars` say how often and with which numbers.
+struct MatrixToOrthogonalize {
+  void* values;
+  bool is_bf16;  // else fp32
+  std::int64_t num_rows, num_columns;
+  const UpdateScalars& scalars;
+};
+using Orthogonalize = std::function<void(const MatrixToOrthogonalize& matrix)>;
+
+/// Calls a function with each number below a count, in any order and on any threads. Returns when all are done.
+using ForEach = std::function<void(std::size_t count, const std::function<void(std::size_t)>& each)>;
+/// Calls it on the calling thread, in order.
+void for_each_here(std::size_t count, const std::function<void(std::size_t)>& each);
+
 /// Describes a job. `gradient`: floats for whole masters, bf16 for split; null if each piece has its own. Where a draft
 /// is undone, the gradient has the bytes that the draft has read.
 struct UpdateJob {
@@ -153,6 +174,7 @@ struct UpdateJob {
   GradientSums sums;                        // null: not needed
   std::shared_ptr<LookCounts> looks;        // counts the jobs that look; may be null
   std::function<bool(std::size_t)> wants;   // asked for each piece when all waits have passed; null: all wanted
+  Orthogonalize orthogonalize;              // of muon
 
   bool has_late_scales() const;
   bool has_log() const { return log.header != nullptr; }
@@ -165,7 +187,7 @@ struct UpdateJob {
   }
   Bytes gradient_bytes() const;
   /// Read plus written: AdamW 28 per element on whole masters, 26 on split ones with fp32 moments; with a log 1 more.
-  /// Adafactor reads a parameter twice and its gradient three times.
+  /// Adafactor reads a parameter twice and its gradient three times. What muon's products move is not counted.
   Bytes bytes() const;
 };
 
@@ -202,8 +224,8 @@ double sum_of_squares(const UpdateJob& job, const UpdatePiece& piece, std::int64
                       const std::string& instruction_set = "");
 
 /// Does the job's task to `count` elements of a piece. `offset` counts as `UpdatePiece::offset` does; if moments are
-/// codes, a block begins there, and if the job has a log, a block of the log. Its rule is elementwise; for adafactor
-/// see optim/factored.h. `instruction_set` is as for `kernels_for`.
+/// codes, a block begins there, and if the job has a log, a block of the log. Its rule is elementwise; for the others
+/// see optim/factored.h and optim/muon.h. `instruction_set` is as for `kernels_for`.
 void update_elements(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset, std::int64_t count,
                      const std::string& instruction_set = "");
 

@@ -17,10 +17,22 @@ inline constexpr std::size_t kSumSpan = 32;
 inline constexpr std::size_t kStretch = 2048;
 
 /// Names the formula that turns a gradient into a new value (optim/update_rules.inc). SGD without momentum keeps no
-/// state, so it is a rule of its own. The last one is not elementwise (optim/factored_kernels.inc).
-enum class UpdateRule : std::uint8_t { adamw, adam, sgd, sgd_momentum, lion, adafactor };
-inline constexpr int kNumRules = 6;
-inline constexpr int kNumElementwiseRules = 5;
+/// state, so it is a rule of its own. The last two are not elementwise (optim/factored_kernels.inc, optim/muon.h), and
+/// the two before them are parts of muon.
+enum class UpdateRule : std::uint8_t {
+  adamw,
+  adam,
+  sgd,
+  sgd_momentum,
+  lion,
+  muon_step,
+  muon_momentum,
+  adafactor,
+  muon,
+};
+inline constexpr int kNumRules = 9;
+inline constexpr int kNumElementwiseRules = 7;
+inline constexpr int kNumDraftedRules = 5;  // the first ones: their updates can be drafted and undone
 
 /// How the fp32 master is kept: whole (it is the working copy), or split; see optim/split_master.h.
 enum class MasterFormat : std::uint8_t { whole, split };
@@ -40,9 +52,9 @@ struct UpdateScalars {
   float divisor;
   float prefactor;
   float factor;
-  float decay;          // adamw, lion, adafactor: -lr * weight_decay; adam, sgd: weight_decay
-  float negative_step;  // adamw, adam: -lr / (1 - beta1^step); adafactor: -min(lr, 1 / sqrt(step)); else -lr
-  float one_minus_beta1;
+  float decay;               // adamw, lion, adafactor, muon: -lr * weight_decay; adam, sgd: weight_decay
+  float negative_step;       // adamw, adam: -lr / (1 - beta1^step); adafactor: -min(lr, 1 / sqrt(step)); else -lr
+  float one_minus_beta1;     // muon: 1 - momentum
   float one_minus_beta2;     // adafactor: step^beta2_decay
   float inverse_bias2_root;  // 1 / sqrt(1 - beta2^step)
   float eps;
@@ -55,6 +67,11 @@ struct UpdateScalars {
   std::uint32_t rounding;  // of moments in fewer bits: from seed and step
   float least_rms;         // adafactor: a step is relative to the parameter's root mean square, or to this
   float most_rms;          // adafactor: updates with a larger root mean square are clipped to it
+  // Of muon: an iteration maps a singular value x to a x + b x^3 + c x^5.
+  float iteration_a;
+  float iteration_b;
+  float iteration_c;
+  float num_iterations;
 };
 
 /// Gives a range of elements its random bits: those of its first element come from this number.

@@ -30,8 +30,15 @@ std::uint32_t rounding_key(std::uint64_t seed, std::int64_t step) {
   return static_cast<std::uint32_t>(mixed(mixed(seed + kOdd) + static_cast<std::uint64_t>(step) * kOdd) >> 32);
 }
 
-constexpr std::array<Described, kNumRules> kRules{
-    {{"adamw", 2}, {"adam", 2}, {"sgd", 0}, {"sgd_momentum", 1}, {"lion", 1}, {"adafactor", 0}}};
+constexpr std::array<Described, kNumRules> kRules{{{"adamw", 2},
+                                                   {"adam", 2},
+                                                   {"sgd", 0},
+                                                   {"sgd_momentum", 1},
+                                                   {"lion", 1},
+                                                   {"muon_step", 0},
+                                                   {"muon_momentum", 1},
+                                                   {"adafactor", 0},
+                                                   {"muon", 1}}};
 
 }  // namespace
 
@@ -57,7 +64,8 @@ UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int
   if (step < 1) throw UsageError("a step that counts from 1", std::to_string(step), "count the step before the update");
   const bool is_adam = rule == UpdateRule::adamw || rule == UpdateRule::adam;
   const bool is_factored = rule == UpdateRule::adafactor;
-  const bool is_decoupled = rule == UpdateRule::adamw || rule == UpdateRule::lion || is_factored;
+  const bool is_muon = rule == UpdateRule::muon || rule == UpdateRule::muon_momentum || rule == UpdateRule::muon_step;
+  const bool is_decoupled = rule == UpdateRule::adamw || rule == UpdateRule::lion || is_factored || is_muon;
   // Computes powers in double: in float they differ from torch's within a thousand steps.
   const double bias1 = is_adam ? 1.0 - std::pow(hyper.beta1, static_cast<double>(step)) : 1.0;
   const double bias2 = is_adam ? 1.0 - std::pow(hyper.beta2, static_cast<double>(step)) : 1.0;
@@ -70,7 +78,7 @@ UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int
   scalars.factor = static_cast<float>(hyper.maximize ? -hyper.factor : hyper.factor);
   scalars.decay = static_cast<float>(is_decoupled ? -hyper.lr * hyper.weight_decay : hyper.weight_decay);
   scalars.negative_step = static_cast<float>(-lr);
-  scalars.one_minus_beta1 = static_cast<float>(1.0 - hyper.beta1);
+  scalars.one_minus_beta1 = static_cast<float>(1.0 - (is_muon ? hyper.momentum : hyper.beta1));
   scalars.one_minus_beta2 = static_cast<float>(share);
   scalars.inverse_bias2_root = static_cast<float>(1.0 / std::sqrt(bias2));
   scalars.eps = static_cast<float>(hyper.eps);
@@ -81,6 +89,10 @@ UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int
   scalars.rounding = rounding_key(seed, step);
   scalars.least_rms = static_cast<float>(hyper.least_rms);
   scalars.most_rms = static_cast<float>(hyper.most_rms);
+  scalars.iteration_a = static_cast<float>(hyper.iteration[0]);
+  scalars.iteration_b = static_cast<float>(hyper.iteration[1]);
+  scalars.iteration_c = static_cast<float>(hyper.iteration[2]);
+  scalars.num_iterations = static_cast<float>(hyper.num_iterations);
   return scalars;
 }
 

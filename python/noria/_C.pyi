@@ -654,6 +654,10 @@ class UpdateScalars:
     rounding: int
     least_rms: float
     most_rms: float
+    iteration_a: float
+    iteration_b: float
+    iteration_c: float
+    num_iterations: float
 
 def update_scalars(
     rule: str,
@@ -675,9 +679,12 @@ def update_scalars(
     beta2_decay: float = -0.8,
     least_rms: float = 1e-3,
     most_rms: float = 1.0,
+    iteration: tuple[float, float, float] = ...,
+    num_iterations: int = 0,
 ) -> UpdateScalars:
-    """Returns a step's scalars. `rule`: adamw, adam, sgd, sgd_momentum, lion or adafactor. `seed`: of the rounding of
-    moments. The last two are Adafactor's eps[1] and d.
+    """Returns a step's scalars. `rule`: adamw, adam, sgd, sgd_momentum, lion, adafactor, muon or one of its parts:
+    muon_step, muon_momentum. `seed`: of the rounding of moments. `least_rms` and `most_rms` are Adafactor's eps[1] and
+    d. The last two are Muon's ns_coefficients and ns_steps.
     """
 
 def instruction_sets() -> list[str]: ...
@@ -719,8 +726,8 @@ class UpdateJob:
         and of that element's block of scales follow. `task`: "update", or "sum" for the sums of squares alone; `sums`:
         an update takes them too. `late_scales`: by piece, address and number of the fp32 factors of the gradient, read
         when the job runs. Empty: no piece has any. `gradients`: by piece, the address of its gradient, if they lie
-        apart. `factored`, of adafactor: by piece, how many matrices, rows and columns it has. The addresses of its
-        moments follow: by row (0 if it is no matrix), and by column."""
+        apart. `factored`, of adafactor and muon: by piece, how many matrices, rows and columns it has. The addresses of
+        adafactor's moments follow: by row (0 if it is no matrix), and by column."""
     @property
     def rule(self) -> str: ...
     @property

@@ -3,7 +3,7 @@
 model, optimizer = noria.wrap(model, optimizer, device_memory="8GiB")
 
 With `kernel="torch"` training gives the bits of plain PyTorch with its optimizer on the CPU. By default noria's own
-kernels run AdamW, Adam, SGD, Lion and Adafactor; their rms error is at most torch's.
+kernels run AdamW, Adam, SGD, Lion, Adafactor and Muon; their rms error is at most torch's.
 """
 
 from pathlib import Path as _Path

@@ -141,8 +141,9 @@ class Policy:
     """Which code runs the updates.
 
     "torch": the real torch optimizer on the home's tensors, bit for bit. "fused" and "auto": noria's own kernels if
-    they cover the optimizer, else torch. They cover AdamW, Adam, SGD, noria.optim.Lion and Adafactor, on fp32 weights
-    or fp32 masters. `noria.plan` and `noria.report` say which code it is."""
+    they cover the optimizer, else torch. They cover AdamW, Adam, SGD, noria.optim.Lion, Adafactor and Muon, on
+    fp32 weights or fp32 masters. Muon's matrix products are torch's. `noria.plan` and `noria.report` say which code it
+    is."""
 
     optimizer_device: str = "host"
     """Where updates of units that stream run.

@@ -6,7 +6,8 @@
 //
 // Each case is a rule, a master and a format of moments. The samples are all combinations of special values as p, m, v
 // and gradient, random bits, and edges: values for which an operation of the rule gives a result just below 2^-126. See
-// csrc/optim/update.h, Note [Denormals]. Each case is updated, drafted and undone. A NaN is like any other NaN.
+// csrc/optim/update.h, Note [Denormals]. Each case is updated; drafted and undone, if its rule can be. A NaN is like
+// any other NaN.
 #include <array>
 #include <bit>
 #include <cmath>
@@ -76,6 +77,11 @@ class Edges {
       const float g = decayed(x);
       const float m = fused("m", s_.gradient_share, g, product("momentum", s_.momentum, x.m));
       fused("p", s_.negative_step, fused("nesterov", s_.momentum, m, g), x.p);
+    } else if (rule_ == UpdateRule::muon_momentum) {
+      const float m = fused("m", s_.one_minus_beta1, x.gradient - x.m, x.m);
+      fused("nesterov", s_.one_minus_beta1, x.gradient - m, m);
+    } else if (rule_ == UpdateRule::muon_step) {
+      fused("p", s_.negative_step, x.gradient, fused("decay", x.p, s_.decay, x.p));
     }
     return is_found_;
   }
@@ -154,6 +160,9 @@ class Samples {
         add({0.0f, 0.0f, 0.0f, at(to(s_.gradient_share))});
         add({0.0f, at(kSmallest / s_.negative_step / again), 0.0f, 0.0f});
         add({kLarger, at(pushed / s_.momentum), 0.0f, near});
+        add({at(kSmallest / (1 + s_.decay)), 0.0f, 0.0f, 0.0f});
+        const float g = near - (near - kSmallest) / s_.one_minus_beta1;
+        add({0.0f, (near - s_.one_minus_beta1 * g) / (1 - s_.one_minus_beta1), 0.0f, at(g)});
       }
     }
   }
@@ -364,6 +373,7 @@ std::size_t num_different(Vector& vector, const std::string& set) {
   const double sum = sum_of_squares(update, update.pieces[0], 0, update.pieces[0].count, set);
   found += (sum != sum && vector.sum != vector.sum) || sum == vector.sum ? 0 : 1;
 
+  if (!can_be_drafted(vector.one.rule)) return found;
   Arrays drafted = vector.before;
   UpdateJob draft = job_of(vector, drafted);
   const std::int64_t count = draft.pieces[0].count;
@@ -497,7 +507,7 @@ std::uint64_t checksum_of_adafactor(const std::string& set) {
         piece.factored = {shape.num_matrices, shape.num_rows, shape.num_columns,
                           shape.is_matrix ? by_row.data() : nullptr, by_column.data()};
         check(job);
-        FactoredUpdate::run_here(job, set);
+        FactoredUpdate().run(job, for_each_here, [] {}, set);
       }
       add(sum, master);
       add(sum, working);

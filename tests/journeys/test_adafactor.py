@@ -213,7 +213,7 @@ def test_parameters_that_are_not_contiguous_cannot_join_later():
     optimizers[1].add_param_group({"params": [model.filters]})
     before = {key: value.clone() for key, value in model.state_dict().items()}
     loss_of(model, 0).backward()
-    with pytest.raises(noria.UsageError, match='"filters" with strides'):
+    with pytest.raises(noria.UsageError, match=r'"filters" of shape .*with strides'):
         optimizers[1].step()
     assert_same_bits(model.state_dict(), before)
 

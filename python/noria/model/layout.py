@@ -1,7 +1,9 @@
 """Lays out the parameters of each unit in bytes, before any memory is taken.
 
-A unit's parameters follow each other, trainable ones first, each at a multiple of 512 bytes. Held gradients have the
-layout of the trainable parameters, so one offset serves both.
+A unit's parameters follow each other, each at a multiple of 512 bytes: trainable vectors first, then trainable
+matrices, then what is frozen. Held gradients and moments have the layout of the trainable parameters, so one offset
+serves all. Under Muon matrices have fewer moments than vectors. The home then has those of the vectors, the first part.
+Ranks that share a model have no Muon, and keep the order of the module.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ class HomeParameter:
       has other ones if the user gave it other data.
     - `gradient_offset`: -1 if the parameter is frozen.
     - `is_split`: the master consists of the working copy and the low bits. Otherwise a master is plain.
+    - `num_moments`: how many moments the home has of it, by noria's kernels.
     - `first_block`, `num_blocks`: the blocks that share a scale if moments are codes. They are counted per unit.
     - `factored_offset`: in the unit's part of the arena FACTORED.
     - `scales_offset`: in the unit's part of the arena GRADIENT_SCALES; -1 if the parameter is frozen.
@@ -102,6 +105,7 @@ class HomeParameter:
     gradient_offset: int
     has_master: bool
     is_split: bool = False
+    num_moments: int = 0
     first_block: int = 0
     num_blocks: int = 0
     factored_offset: int = 0
@@ -334,7 +338,7 @@ def describe_units(
     # No part ends inside a block of codes, so moments are the same for any number of ranks.
     alignment = _C.TENSOR_ALIGNMENT if num_shards == 1 else max(_C.TENSOR_ALIGNMENT, _SHARED_ALIGNMENT)
     for spec in units:
-        order = sorted(range(len(spec.parameters)), key=lambda i: not is_trainable(spec.parameters[i]))
+        order = sorted(range(len(spec.parameters)), key=lambda i: num_shards == 1 and spec.parameters[i].dim() > 1)
         parameters: list[HomeParameter] = []
         gradients = weights = 0
         for trainable in (True, False):

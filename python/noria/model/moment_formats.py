@@ -19,11 +19,12 @@ from noria._errors import usage_error
 from noria.model.layout import FACTORED, aligned
 
 if TYPE_CHECKING:
-    from noria.model.layout import HomeUnit
+    from noria.model.layout import HomeParameter, HomeUnit
 
 __all__ = [
     "MOMENTS",
     "MOMENT_OF",
+    "NUMBER_OF",
     "PURPOSE_OF",
     "ROUNDING_STEP",
     "SCALES",
@@ -48,6 +49,9 @@ SCALES = ("first moment scales", "second moment scales")
 
 MOMENT_OF = {"exp_avg": 0, "exp_avg_sq": 1, "momentum_buffer": 0}
 """The index into MOMENTS, by key of the optimizer's state."""
+
+NUMBER_OF = {**MOMENT_OF, **{f"{key}_scales": number for key, number in MOMENT_OF.items()}}
+"""The same, also by key of the scales."""
 
 SCALES_KEY = {key: f"{key}_scales" for key in MOMENT_OF}
 """The key of the scales, by key of the codes in the optimizer's state."""
@@ -93,21 +97,43 @@ def keys_of(keys: tuple[str, ...], state_dtype: str) -> tuple[str, ...]:
     return keys if state_dtype != "8bit" else (*keys, *(SCALES_KEY[key] for key in keys if key in SCALES_KEY))
 
 
-def moment_bytes(unit: HomeUnit, dtype: torch.dtype | None, state_dtype: str) -> int:
-    """Returns the bytes of one moment of a fused unit. `dtype` is `Policy.dtype`."""
-    elements = unit.home_gradients // (2 if dtype is not None else 4)
-    return elements * _DTYPES[state_dtype][0].itemsize
+def moment_bytes(unit: HomeUnit, number: int, dtype: torch.dtype | None, state_dtype: str) -> int:
+    """Returns the bytes of a moment of a fused unit, up to the last parameter that has it.
+
+    `number` is that in MOMENTS, and `dtype` is `Policy.dtype`.
+    """
+    _, last = _that_have(unit, number)
+    itemsize = 2 if dtype is not None else 4
+    if last is None:
+        return 0
+    end = unit.home_gradients
+    if last is not _trainable(unit)[-1]:
+        end = last.home_offset + aligned(last.like.numel() * itemsize)
+    return end // itemsize * _DTYPES[state_dtype][0].itemsize
 
 
-def scale_bytes(unit: HomeUnit, state_dtype: str) -> int:
-    """Returns the bytes of the scales of one moment.
+def scale_bytes(unit: HomeUnit, number: int, state_dtype: str) -> int:
+    """Returns the bytes of the scales of a moment, likewise.
 
     They are more than 0 even if a rank's shard of a trainable unit has no elements.
     """
-    if state_dtype != "8bit" or not unit.home_gradients:
+    slots, last = _that_have(unit, number)
+    if state_dtype != "8bit" or last is None:
         return 0
-    blocks = sum(-(-slot.most_elements // _C.STATE_BLOCK) for slot in unit.parameters if slot.trainable)
+    blocks = sum(-(-slot.most_elements // _C.STATE_BLOCK) for slot in slots)
     return aligned(max(4 * blocks, 1))
+
+
+def _trainable(unit: HomeUnit) -> list[HomeParameter]:
+    return [slot for slot in unit.parameters if slot.trainable]
+
+
+def _that_have(unit: HomeUnit, number: int) -> tuple[list[HomeParameter], HomeParameter | None]:
+    """Returns the trainable parameters up to the last one that has the moment, and that one."""
+    slots = _trainable(unit)
+    while slots and slots[-1].num_moments <= number:
+        slots.pop()
+    return slots, slots[-1] if slots else None
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ Note [Who updates a unit]. For each optimizer of a wrap call, noria chooses the 
 - the real torch optimizer as a whole.
 
 A unit is fused if its dtypes allow it, all optimizers that hold parts of it are fused, and no parameter is held twice.
-For Adafactor its parameters must be contiguous, too.
+For Adafactor its parameters must be contiguous, too, and for Muon contiguous matrices.
 Otherwise torch updates the unit for all of its optimizers. The reason: under dtype=bfloat16 a unit's masters are either
 split (fused) or plain (torch). A unit that no optimizer holds yet is treated as if all optimizers held it, because any
 of them could take it up.
@@ -18,6 +18,7 @@ of them could take it up.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,10 +43,11 @@ __all__ = [
     "fused_units",
     "keeps_moments",
     "keeps_state",
-    "need_two_numbers",
     "no_number_in",
+    "num_numbers",
     "rule_of",
     "why_not_fused",
+    "wrong_choice",
 ]
 
 SEPARABLE = frozenset(
@@ -78,7 +80,8 @@ class FusedRule:
     keys: tuple[str, ...]  # moments by element, in the order of moment_formats.MOMENTS
     counts_steps: bool = False  # in state["step"]
     begins_anew: bool = False  # True: an incomplete state begins anew. False: torch raises
-    is_factored: bool = False  # second moments are kept by row and column, and updates run on the host alone
+    is_elementwise: bool = True  # False: an update needs whole parameters, and runs on the host alone
+    is_factored: bool = False  # second moments are kept by row and column
 
     def shapes(self, slot: HomeParameter) -> dict[str, Sequence[int]]:
         """Returns the shapes of the tensors that the rule keeps of a parameter, by key."""
@@ -98,12 +101,20 @@ class FusedRule:
 
     def refuse_layout(self, slot: HomeParameter) -> None:
         """Raises UsageError if the kernel cannot read a parameter with these strides."""
-        if self.is_factored and not slot.like.is_contiguous():
-            raise usage_error(
-                "contiguous parameters under Adafactor, if noria's kernel updates their unit",
-                f'"{slot.name}" with strides {slot.like.stride()}',
-                'give it to Adafactor before noria.wrap, or wrap with kernel="torch"',
-            )
+        if self.allows(slot):
+            return
+        name = "Adafactor" if self.is_factored else "Muon"
+        raise usage_error(
+            f"contiguous {'parameters' if self.is_factored else 'matrices'} under {name}, if noria's kernel updates "
+            "their unit",
+            f'"{slot.name}" of shape {tuple(slot.like.shape)}, with strides {slot.like.stride()}',
+            f'give it to {name} before noria.wrap, or wrap with kernel="torch"',
+        )
+
+    def allows(self, slot: HomeParameter) -> bool:
+        """Returns True if the kernel can read a parameter of this shape, with these strides."""
+        is_matrix = slot.like.dim() == 2 or self.is_factored
+        return self.is_elementwise or (is_matrix and slot.like.is_contiguous())
 
     def refuse_broken_state(self, slot: HomeParameter, values: Mapping[str, object]) -> None:
         """Raises UsageError if torch's own step would raise: entries are missing, or not of the parameter's shape."""
@@ -128,6 +139,15 @@ class FusedRule:
                 remedy,
             )
 
+    def ratio(self, hyper: dict[str, Any], shape: Sequence[int]) -> float:
+        """Returns what the learning rate is multiplied by for a parameter of this shape: `adjust_lr_fn` of Muon."""
+        if self.name != "muon":
+            return 1.0
+        rows, columns = shape
+        if hyper.get("adjust_lr_fn") == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1, rows / max(columns, 1)))
+
     def scalars(
         self,
         hyper: dict[str, Any],
@@ -135,6 +155,7 @@ class FusedRule:
         factor: float = 1.0,
         seed: int = 0,
         scaling: Scaling = AS_IT_IS,
+        ratio: float = 1.0,
     ) -> _C.UpdateScalars:
         """Makes the scalars of one update.
 
@@ -144,9 +165,16 @@ class FusedRule:
             factor: A multiplier of the gradient, applied after `scaling`.
             seed: The seed of the rounding.
             scaling: See `Scaling`.
+            ratio: What `ratio` returns for the parameter.
         """
         divisor, prefactor = scaling
         numbers: dict[str, Any] = {key: float(hyper[key]) for key in _ANY_NUMBER if key in hyper}
+        flags: dict[str, Any] = {key: bool(hyper[key]) for key in ("nesterov", "maximize") if key in hyper}
+        if self.name == "muon":
+            numbers["iteration"] = tuple(float(each) for each in hyper["ns_coefficients"])
+            numbers["num_iterations"] = int(hyper["ns_steps"])
+            numbers["lr"] *= ratio
+            numbers["weight_decay"] /= ratio  # the kernel multiplies it by lr
         if self.is_factored:
             least, least_rms = hyper["eps"]
             numbers["eps"] = torch.finfo(torch.float32).eps if least is None else float(least)
@@ -155,7 +183,6 @@ class FusedRule:
             numbers["eps"] = float(hyper["eps"])
         if "betas" in hyper:
             numbers["beta1"], numbers["beta2"] = (float(beta) for beta in hyper["betas"])
-        flags = {key: bool(hyper[key]) for key in ("nesterov", "maximize") if key in hyper}
         return _C.update_scalars(
             self.name, step, **numbers, **flags, factor=factor, divisor=divisor, prefactor=prefactor, seed=seed
         )
@@ -179,13 +206,16 @@ _NUMBERS_OF: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.SGD: ("lr", "momentum", "dampening", "weight_decay"),
     Lion: ("lr", "betas", "weight_decay"),
     torch.optim.Adafactor: ("lr", "beta2_decay", "eps", "d", "weight_decay"),
+    torch.optim.Muon: ("lr", "weight_decay", "momentum", "ns_coefficients", "eps"),
 }
+_NUM_NUMBERS = {"betas": 2, "ns_coefficients": 3}  # by key; others are one
 _ADAMW = FusedRule("adamw", ("exp_avg", "exp_avg_sq"), counts_steps=True)
 _ADAM = FusedRule("adam", ("exp_avg", "exp_avg_sq"), counts_steps=True)
 _SGD = STATELESS = FusedRule("sgd", ())
 _SGD_MOMENTUM = FusedRule("sgd_momentum", ("momentum_buffer",), begins_anew=True)
 _LION = FusedRule("lion", ("exp_avg",))
-_ADAFACTOR = FusedRule("adafactor", (), counts_steps=True, is_factored=True)
+_ADAFACTOR = FusedRule("adafactor", (), counts_steps=True, is_elementwise=False, is_factored=True)
+_MUON = FusedRule("muon", ("momentum_buffer",), begins_anew=True, is_elementwise=False)
 
 
 def rule_of(cls: type[Optimizer], group: dict[str, Any]) -> FusedRule:
@@ -196,6 +226,8 @@ def rule_of(cls: type[Optimizer], group: dict[str, Any]) -> FusedRule:
         return _LION
     if cls is torch.optim.Adafactor:
         return _ADAFACTOR
+    if cls is torch.optim.Muon:
+        return _MUON
     decoupled = group.get("decoupled_weight_decay", cls is torch.optim.AdamW)
     return _ADAMW if decoupled else _ADAM
 
@@ -207,8 +239,8 @@ def why_not_fused(cls: type[Optimizer], groups: Iterable[dict[str, Any]], place:
     """
     if cls not in _NUMBERS_OF:
         return f"{cls.__name__} has none"
-    if cls is torch.optim.Adafactor and place == "device":
-        return "Adafactor has none for the device"
+    if cls in (torch.optim.Adafactor, torch.optim.Muon) and place == "device":
+        return f"{cls.__name__} has none for the device"
     for option in ("amsgrad", "capturable", "differentiable"):
         if any(group.get(option) for group in groups):
             return option
@@ -216,28 +248,40 @@ def why_not_fused(cls: type[Optimizer], groups: Iterable[dict[str, Any]], place:
 
 
 def no_number_in(cls: type[Optimizer], group: dict[str, Any]) -> str | None:
-    """Returns the first key of a group whose value is not the number (or the two numbers) that the kernels need.
+    """Returns the first key of a group whose value is not the number (or the numbers) that the kernels need.
 
     Returns None if all values are right. The kernels must cover the class.
     """
     for key in _NUMBERS_OF[cls]:
-        is_pair = need_two_numbers(cls, key)
+        count = num_numbers(cls, key)
         try:
-            values = [*group[key]] if is_pair else [group[key]]
-            if is_pair and key == "eps" and len(values) == 2 and values[0] is None:  # Adafactor chooses it
+            values = [*group[key]] if count > 1 else [group[key]]
+            if key == "eps" and len(values) == 2 and values[0] is None:  # Adafactor chooses it
                 values[0] = 0.0
             if any(isinstance(value, str) for value in values):
                 return key
             numbers = [float(value) for value in values]
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
             return key
-        if is_pair and len(numbers) != 2:
+        if len(numbers) != count:
             return key
     return None
 
 
-def need_two_numbers(cls: type[Optimizer], key: str) -> bool:
-    return key == "betas" or (key == "eps" and cls is torch.optim.Adafactor)
+def wrong_choice(cls: type[Optimizer], group: dict[str, Any]) -> tuple[str, str] | None:
+    """Returns what was expected and what was found if a group's value is none of those that the kernels know."""
+    if cls is torch.optim.Muon:
+        steps, name = group.get("ns_steps"), group.get("adjust_lr_fn")
+        if not isinstance(steps, int) or not 0 <= steps < 100:
+            return "ns_steps from 0 to 99", repr(steps)
+        if name not in (None, "original", "match_rms_adamw"):
+            return 'adjust_lr_fn that is None, "original" or "match_rms_adamw"', repr(name)
+    return None
+
+
+def num_numbers(cls: type[Optimizer], key: str) -> int:
+    """Returns how many numbers a group has under a key."""
+    return 2 if key == "eps" and cls is torch.optim.Adafactor else _NUM_NUMBERS.get(key, 1)
 
 
 def keeps_state(cls: type[Optimizer], group: dict[str, Any]) -> bool:
@@ -264,7 +308,11 @@ def choose(optimizer: Optimizer, wanted: str, place: str = "host") -> str:
 def fused_units(
     units: Sequence[HomeUnit], optimizers: Sequence[Optimizer], kernels: Sequence[str]
 ) -> dict[int, tuple[FusedRule, ...]]:
-    """Returns the rules that may update each fused unit, by unit index. See Note [Who updates a unit]."""
+    """Returns the rules that may update each fused unit, by unit index. See Note [Who updates a unit].
+
+    Sets how many moments the home has of each parameter. Usually these are the most that any rule of the unit keeps.
+    If a rule is not elementwise, they are those of the parameter's own rule.
+    """
     held: dict[torch.Tensor, list[FusedRule | None]] = {}  # None: no kernel of noria updates it
     for optimizer, kernel in zip(optimizers, kernels, strict=True):
         for group in optimizer.param_groups:
@@ -279,12 +327,24 @@ def fused_units(
             continue  # the home has room for the moments of one optimizer per parameter
         holders = [rule for slot in trainable for rule in held.get(slot.parameter, [])] or of_all
         rules = tuple(dict.fromkeys(rule for rule in holders if rule is not None))
-        is_factored = any(rule.is_factored for rule in rules)
-        if rules and None not in holders and all(_allows(slot, is_factored) for slot in trainable):
+        own = {slot.index: held.get(slot.parameter, []) for slot in trainable}
+        if rules and None not in holders and all(_allows(slot, own[slot.index], rules) for slot in trainable):
             found[unit.index] = rules
+            is_elementwise = all(rule.is_elementwise for rule in rules)
+            for slot in trainable:
+                counted = rules if is_elementwise or not own[slot.index] else own[slot.index]
+                slot.num_moments = max(len(rule.keys) for rule in counted if rule is not None)
     return found
 
 
-def _allows(slot: HomeParameter, is_factored: bool) -> bool:
-    is_in_rows = not is_factored or slot.like.is_contiguous()
-    return is_in_rows and (slot.has_master or slot.dtype is torch.float32)
+def _allows(slot: HomeParameter, own: Iterable[FusedRule | None], rules: Iterable[FusedRule]) -> bool:
+    """Returns True if the kernels can update the parameter.
+
+    `own`: the rule of the optimizer that holds it. `rules`: of the unit.
+
+    A parameter that none holds only has to be contiguous beside a rule that wants that. If it is no matrix and joins
+    Muon later, `FusedRule.refuse_layout` refuses it.
+    """
+    is_read = all(rule is None or rule.allows(slot) for rule in own)
+    is_read = is_read and (slot.like.is_contiguous() or all(rule.is_elementwise for rule in rules))
+    return is_read and (slot.has_master or slot.dtype is torch.float32)

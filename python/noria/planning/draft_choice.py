@@ -73,7 +73,7 @@ def choose_drafts(
 def _can_be_drafted(unit: HomeUnit, rules: tuple[FusedRule, ...], held: list[set[torch.Tensor]]) -> bool:
     """Returns True if one update can cover all that is trained in the unit, and be undone: one rule, one optimizer."""
     own = {slot.parameter for slot in unit.parameters if slot.trainable}
-    return len(rules) == 1 and not rules[0].is_factored and any(own <= parameters for parameters in held)
+    return len(rules) == 1 and rules[0].is_elementwise and any(own <= parameters for parameters in held)
 
 
 def left_for_drafts(budgets: Budgets, free: Free, taken: int, more: int) -> int:

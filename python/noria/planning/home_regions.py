@@ -51,11 +51,9 @@ def home_regions(kernels: Kernels, drafted: frozenset[int], state_bytes: int) ->
         regions.append(Region.of("masters", plain))
         regions.append(Region.of("update scratch", [max(plain)]))
     for number, purpose in enumerate(MOMENTS):
-        needed = [any(len(rule.keys) > number for rule in fused.get(unit.index, ())) for unit in units]
-        kept = [unit if need else None for unit, need in zip(units, needed, strict=True)]
-        sizes = (moment_bytes(unit, policy.dtype, policy.state_dtype) if unit else 0 for unit in kept)
+        sizes = (moment_bytes(unit, number, policy.dtype, policy.state_dtype) for unit in units)
         regions.append(Region.of(purpose, sizes))
-        sizes = (scale_bytes(unit, policy.state_dtype) if unit else 0 for unit in kept)
+        sizes = (scale_bytes(unit, number, policy.state_dtype) for unit in units)
         regions.append(Region.of(SCALES[number], sizes))
     factored = {unit for unit, rules in fused.items() if any(rule.is_factored for rule in rules)}
     regions.append(factored_region(units, factored))

@@ -206,7 +206,7 @@ def _can_stay(kernels: Kernels, unit: HomeUnit) -> bool:
     if not any(slot.trainable for slot in unit.parameters):
         return True
     if unit.index in kernels.fused:
-        return not any(rule.is_factored for rule in kernels.fused[unit.index])
+        return all(rule.is_elementwise for rule in kernels.fused[unit.index])
     if kernels.policy.optimizer_device == "device":
         return True
     held = set().union(*kernels.held()) if kernels.optimizers else set()

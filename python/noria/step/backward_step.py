@@ -161,7 +161,7 @@ class BackwardStep:
                 as_it_was = is_fit and rule_of(self.members.cls, group) == rule
                 # The schedule has chosen this scaling, so it counts as unchanged.
                 scaling = AS_IT_IS if scalars is None else (scalars.divisor, scalars.prefactor)
-                if not as_it_was or (scalars is not None and now(number, rule, group, step, scaling) != scalars):
+                if not as_it_was or (scalars is not None and now(number, rule, group, step, slot, scaling) != scalars):
                     changed = number
         self.context.files.release()  # what the first step of a parameter has touched
         engine.home.bump_versions(updated)

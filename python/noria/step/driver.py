@@ -306,10 +306,15 @@ class StepDriver:
         return self._norms.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def places_of_torch(self) -> set[str]:
-        """Returns the types of the devices on which torch's code runs updates of this optimizer."""
-        units = {slot.unit for slot in self.slots() if slot.trainable and not self._members.fuses(slot.unit)}
+        """Returns the types of the devices on which torch's code runs updates of this optimizer.
+
+        Muon's matrix products count: they are torch's in noria's kernel, too.
+        """
+        units = {slot.unit for slot in self.slots() if slot.trainable}
+        by_torch = {unit for unit in units if not self._members.fuses(unit)}
         streamed = self.context.plan.streamed
-        return {self.context.device.type if unit in streamed else "cpu" for unit in units}
+        places = {self.context.device.type if unit in streamed else "cpu" for unit in by_torch}
+        return places | ({"cpu"} if self._members.cls is torch.optim.Muon and units - by_torch else set())
 
     def bytes_by_torch(self) -> int:
         return self._torch_step.bytes_moved()

@@ -33,19 +33,27 @@ _NO_SCALARS = STATELESS.scalars({"lr": 0.0}, 1)
 
 
 class Scalars:
-    """Makes the scalars of parameter groups, once for all parameters of a group that are at the same step."""
+    """Makes the scalars of parameter groups, once for all parameters of a group at the same step, or for Muon of one
+    shape."""
 
     def __init__(self, factor: float, seed: int) -> None:
         self._factor = factor
         self._seed = seed
-        self._made: dict[tuple[int, int, Scaling], _C.UpdateScalars] = {}
+        self._made: dict[tuple[int, int, float, Scaling], _C.UpdateScalars] = {}
 
     def __call__(
-        self, number: int, rule: FusedRule, hyper: dict[str, Any], step: int, scaling: Scaling = AS_IT_IS
+        self,
+        number: int,
+        rule: FusedRule,
+        hyper: dict[str, Any],
+        step: int,
+        slot: HomeParameter,
+        scaling: Scaling = AS_IT_IS,
     ) -> _C.UpdateScalars:
-        key = (number, step, scaling)
+        ratio = rule.ratio(hyper, slot.shape)
+        key = (number, step, ratio, scaling)
         if key not in self._made:
-            self._made[key] = rule.scalars(hyper, step, self._factor, self._seed, scaling)
+            self._made[key] = rule.scalars(hyper, step, self._factor, self._seed, scaling, ratio)
         return self._made[key]
 
 
@@ -81,7 +89,7 @@ class HostKernels:
             for number, (hyper, slots) in enumerate(groups):
                 rule = rule_of(self.members.cls, hyper)
                 for slot in slots:
-                    made = scalars(number, rule, hyper, self.steps.ready(slot, rule))
+                    made = scalars(number, rule, hyper, self.steps.ready(slot, rule), slot)
                     ready.setdefault(unit, []).append((slot, rule, made))
         return ready
 
@@ -161,7 +169,7 @@ class HostKernels:
                     slots, pieces = expected.setdefault(slot.unit, ([], []))
                     slots.append(slot)
                     scaling = self._scaling(slot)
-                    pieces.append(self._piece(slot, scalars(number, rule, group, step, scaling)))
+                    pieces.append(self._piece(slot, scalars(number, rule, group, step, slot, scaling)))
         return expected
 
     def sum_job(self, unit: int, slots: Iterable[HomeParameter]) -> _C.UpdateJob:
@@ -204,12 +212,17 @@ class HostKernels:
         return _C.UnitArrays(working=working, low=low, state=state_dtype, **addresses)
 
     def factored(self, rule: FusedRule, slots: Iterable[HomeParameter]) -> list[tuple[int, int, int, int, int]]:
-        """Returns the factored moments of each parameter, as `_C.UpdateJob` takes them. Empty if the rule has none."""
+        """Returns shape and factored moments of each parameter, as `_C.UpdateJob` takes them.
+
+        Empty if the rule is elementwise.
+        """
         found: list[tuple[int, int, int, int, int]] = []
-        for slot in slots if rule.is_factored else ():
-            addresses = [self._factored_address(slot, key) for key in rule.state_keys(slot)]
+        for slot in slots if not rule.is_elementwise else ():
             shape = slot.like.shape
-            if len(shape) < 2:
+            addresses = [self._factored_address(slot, key) for key in rule.state_keys(slot) if rule.is_factored]
+            if not rule.is_factored:
+                found.append((1, shape[0], shape[1], 0, 0))
+            elif len(shape) < 2:
                 found.append((1, 1, slot.like.numel(), 0, addresses[0]))
             else:
                 found.append((math.prod(shape[:-2]), shape[-2], shape[-1], addresses[0], addresses[1]))

@@ -13,6 +13,7 @@ from noria import _C
 from noria.model.layout import FACTORED, HomeParameter, StatePlace, factored_shapes
 from noria.model.moment_formats import (
     MOMENT_OF,
+    NUMBER_OF,
     PURPOSE_OF,
     SCALES_KEY,
     are_low_bits,
@@ -303,6 +304,9 @@ class HomeState:
             _C.watch(value)
 
     def is_planned(self, slot: HomeParameter, key: str) -> bool:
+        """Returns True if the home has this tensor of noria's kernels for the parameter."""
+        if slot.num_moments <= NUMBER_OF.get(key, -1):
+            return False
         return self.context.home.has(PURPOSE_OF[key], slot.unit)
 
     def plain(self) -> dict[Any, Any]:

@@ -16,7 +16,7 @@ from noria._errors import UsageError, usage_error
 from noria.dist.ranks import comparable
 from noria.model.layout import HomeParameter
 from noria.model.optimizer_classes import original_class
-from noria.model.update_rules import need_two_numbers, no_number_in, why_not_fused
+from noria.model.update_rules import no_number_in, num_numbers, why_not_fused, wrong_choice
 from noria.runtime.context import Context
 
 __all__ = ["Groups", "Jobs", "ParamGroups", "refuse_strangers", "wants_more"]
@@ -99,14 +99,18 @@ class ParamGroups:
                 f"group {number} with {reason}, for which there is none",
                 'set it before noria.wrap, or wrap with kernel="torch"',
             )
+        remedy = 'set it before step(), under update="backward" before backward()'
         key = no_number_in(self.cls, group)
         if key is not None and group["params"]:
-            numbers = "two numbers" if need_two_numbers(self.cls, key) else "a number"
+            numbers = ("a number", "two numbers", "three numbers")[num_numbers(self.cls, key) - 1]
             return usage_error(
                 f'{numbers} under "{key}" in every parameter group',
                 f"{group[key]!r} in group {number}" if key in group else f"none in group {number}",
-                'set it before step(), under update="backward" before backward()',
+                remedy,
             )
+        choice = wrong_choice(self.cls, group)
+        if choice is not None and group["params"]:
+            return usage_error(f"in every parameter group {choice[0]}", f"{choice[1]} in group {number}", remedy)
         return None
 
     def check_held_once(self, more: Iterable[nn.Parameter]) -> None:

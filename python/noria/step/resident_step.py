@@ -59,6 +59,9 @@ class ResidentStep:
                     return False
                 continue
             rule = rule_of(self.members.cls, group)
+            if not rule.is_elementwise:  # only the host has a kernel
+                self.rest.give_up()
+                return False
             values = dict.get(self._state.shown, slot.parameter) or {}
             for key in rule.state_keys(slot):
                 has_all = has_all and values.get(key) is not None

@@ -136,7 +136,7 @@ class StepCounts:
 
     def _keys(self, slot: HomeParameter, rule: FusedRule) -> tuple[str, ...]:
         """Returns the keys of the state tensors that the fused kernel writes. Moments outside of the home are fp32."""
-        known = (slot.unit if not rule.is_factored else slot.index, rule)
+        known = (slot.index, rule)
         found = self._keys_of.get(known)
         if found is None:
             keys = rule.state_keys(slot)

@@ -57,7 +57,10 @@ class StreamedStep:
         """
         if not self._streamed.has(unit):
             return False
-        return all(self._state.is_planned(slot, key) for slot, rule, _ in ready or () for key in rule.keys)
+        return all(
+            rule.is_elementwise and all(self._state.is_planned(slot, key) for key in rule.keys)
+            for slot, rule, _ in ready or ()
+        )
 
     def defer(self, unit: int, groups: Groups, ready: Ready | None) -> None:
         """The engine will ask for the unit's update. `ready`: see `takes`."""

@@ -277,6 +277,50 @@ TEST(HostOptimizer, BlocksWithoutRoomInTheLogAreLeftForStep) {
   EXPECT_EQ(unit, twin);
 }
 
+// A job of muon over one matrix, whose products only negate it.
+UpdateJob muon_job(Unit& unit, std::int64_t num_rows) {
+  UpdateJob job = unit.job();
+  job.rule = UpdateRule::muon;
+  job.arrays.v = {};
+  UpdateHyper hyper;
+  hyper.momentum = 0.5;
+  UpdatePiece& piece = job.pieces.front();
+  piece.scalars = update_scalars(UpdateRule::muon, hyper, 1);
+  piece.factored.num_rows = num_rows;
+  piece.factored.num_columns = piece.count / num_rows;
+  job.orthogonalize = [](const MatrixToOrthogonalize& matrix) {
+    auto* values = static_cast<float*>(matrix.values);
+    for (std::int64_t i = 0; i < matrix.num_rows * matrix.num_columns; ++i) values[i] = -values[i];
+  };
+  return job;
+}
+
+TEST(HostOptimizer, MuonUpdatesBothEndsOnAllThreads) {
+  HostOptimizer optimizer(threads(3));
+  Unit unit(400'000), twin(400'000);
+  for (Unit* each : {&unit, &twin}) {
+    for (std::size_t i = 0; i < each->g.size(); ++i) each->g[i] = static_cast<float>(i % 977) * 1e-3f;
+  }
+  optimizer.submit(label(1), muon_job(unit, 400), {})->wait_passed();
+  for (std::size_t i = 0; i < twin.p.size(); ++i) {
+    twin.m[i] = 0.5f * twin.g[i];
+    const float step = 1e-3f * twin.m[i];
+    twin.p[i] += step;
+  }
+  EXPECT_EQ(unit.m, twin.m);
+  EXPECT_EQ(unit.p, twin.p);
+}
+
+TEST(HostOptimizer, ProductsThatFailTearTheirUnit) {
+  HostOptimizer optimizer(threads(1));
+  Unit unit(1'000);
+  UpdateJob job = muon_job(unit, 10);
+  job.orthogonalize = [](const MatrixToOrthogonalize&) { throw std::runtime_error("no memory for products"); };
+  const Ticket ticket = optimizer.submit(label(1), job, {});
+  EXPECT_THROW(ticket->wait_passed(), std::runtime_error);
+  EXPECT_EQ(optimizer.torn().at(UnitId(0)), "no memory for products");
+}
+
 // Threads race for the last slots; the lists of the blocks that have some must not overlap.
 TEST(HostOptimizer, BlocksThatRaceForTheLastSlotsShareNone) {
   HostOptimizer optimizer(threads(4));
