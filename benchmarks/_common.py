@@ -95,7 +95,7 @@ class Result:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "question": self.question,
-            "command": " ".join(["python", _program(), *sys.argv[1:]]).replace(f"{ROOT}/", ""),
+            "command": " ".join(["python", _program(), *sys.argv[1:]]),
             "date": time.strftime("%Y-%m-%d"),
             "versions": versions(),
             "hardware": began,
@@ -103,7 +103,7 @@ class Result:
             "summary": self.summary,
             "samples": self.samples,
         }
-        path.write_text(json.dumps(content, indent=1, default=str) + "\n")
+        path.write_text(json.dumps(content, indent=1, default=str).replace(f"{ROOT}/", "") + "\n")
         print(f"written: {path}")
         return path
 
