@@ -210,6 +210,51 @@ def test_a_matrix_that_joins_from_a_unit_that_stays_ends_that(resident):
     assert_same_bits(there, trained(window=2, update="blocking"))
 
 
+@pytest.mark.parametrize("beside", ["Muon", "Lion"])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
+def test_a_unit_that_two_optimizers_take_up_later_has_the_moments_of_both(state_dtype, beside):
+    """Whichever comes first: the other one may keep more moments, or fewer. If all is unfrozen before, the first one
+    plans the unit. What AdamW keeps more has no place then, so all of its moments lie outside, in fp32."""
+
+    def trained(comes_first: int, unfrozen_before: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        late = [model[2].weight, model[2].bias]
+        for parameter in late:
+            parameter.requires_grad_(False)
+        weights, biases = ([getattr(model[number], name) for number in (0, 1, 3)] for name in ("weight", "bias"))
+        other = noria.optim.Lion(weights, lr=1e-4) if beside == "Lion" else torch.optim.Muon(weights, lr=1e-3)
+        optimizers = [other, torch.optim.AdamW(biases, lr=1e-3)]
+        noria.wrap(model, optimizers, device=DEVICE, window=2, state_dtype=state_dtype, kernel="fused")
+        for number in range(5):
+            if number == 2:
+                for parameter in late if unfrozen_before else ():
+                    parameter.requires_grad_(True)
+                for each in (comes_first, 1 - comes_first):
+                    late[each].requires_grad_(True)
+                    optimizers[each].add_param_group({"params": [late[each]]})
+            batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+            model(batch).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        state = optimizers[1].state[late[1]]
+        formats = {"fp32": {torch.float32}, "bf16": {torch.bfloat16}, "8bit": {torch.int8, torch.uint8}}[state_dtype]
+        lies_outside = unfrozen_before and comes_first == 0
+        found = {state[key].dtype for key in ("exp_avg", "exp_avg_sq")}
+        assert found == ({torch.float32} if lies_outside else formats)
+        assert not lies_outside or 0 < float(state["exp_avg"].abs().max()) < 1
+        return {key: value.clone() for key, value in model.state_dict().items()}
+
+    one, *others = (trained(first, unfrozen) for first, unfrozen in ((0, False), (1, False), (1, True)))
+    for other in others:
+        assert_same_bits(one, other)
+    outside = trained(0, True)
+    assert all(value.isfinite().all() for value in outside.values())
+    if state_dtype == "fp32":
+        assert_same_bits(one, outside)
+
+
 @pytest.mark.parametrize("draft_memory", ["auto", "64MiB"])
 def test_its_units_are_not_drafted_and_do_not_stay(draft_memory):
     run = Run().wrap(HOSTILE, device_memory="1GiB", draft_memory=draft_memory).train(0, 3)

@@ -43,6 +43,7 @@ __all__ = [
     "fused_units",
     "keeps_moments",
     "keeps_state",
+    "most_moments",
     "no_number_in",
     "num_numbers",
     "rule_of",
@@ -145,7 +146,7 @@ class FusedRule:
             return 1.0
         rows, columns = shape
         if hyper.get("adjust_lr_fn") == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(rows, columns))
+            return 0.2 * math.sqrt(max(rows, columns, 1))
         return math.sqrt(max(1, rows / max(columns, 1)))
 
     def scalars(
@@ -282,6 +283,11 @@ def wrong_choice(cls: type[Optimizer], group: dict[str, Any]) -> tuple[str, str]
 def num_numbers(cls: type[Optimizer], key: str) -> int:
     """Returns how many numbers a group has under a key."""
     return 2 if key == "eps" and cls is torch.optim.Adafactor else _NUM_NUMBERS.get(key, 1)
+
+
+def most_moments(cls: type[Optimizer]) -> int:
+    """Returns how many moments by element the kernels may keep of a parameter. They must cover the class."""
+    return len((_SGD_MOMENTUM if cls is torch.optim.SGD else rule_of(cls, {})).keys)
 
 
 def keeps_state(cls: type[Optimizer], group: dict[str, Any]) -> bool:

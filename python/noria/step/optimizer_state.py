@@ -22,7 +22,7 @@ from noria.model.moment_formats import (
     plain_values,
 )
 from noria.model.shadow_optimizer import dtype_at_home, is_array, part_values
-from noria.model.update_rules import FusedRule
+from noria.model.update_rules import FusedRule, most_moments
 from noria.runtime.context import Context
 from noria.runtime.masters import Masters, plain_nans
 from noria.runtime.rank_sync import RankSync
@@ -78,6 +78,7 @@ class HomeState:
         self.masters = masters
         self.context = members.context
         self.dtype = self.context.policy.state_dtype  # for fused units only
+        self._num_moments = most_moments(members.cls)
         self.placed: dict[tuple[int, str], torch.Tensor] = {}  # by slot index and key: the tensors that updates write
         self._places = places
         self._arena = arena
@@ -304,8 +305,11 @@ class HomeState:
             _C.watch(value)
 
     def is_planned(self, slot: HomeParameter, key: str) -> bool:
-        """Returns True if the home has this tensor of noria's kernels for the parameter."""
-        if slot.num_moments <= NUMBER_OF.get(key, -1):
+        """Returns True if the home has this tensor of noria's kernels for the parameter.
+
+        The home has all moments of a parameter or none, because an update takes all of them in one format.
+        """
+        if key in NUMBER_OF and slot.num_moments < self._num_moments:
             return False
         return self.context.home.has(PURPOSE_OF[key], slot.unit)
 
