@@ -130,7 +130,7 @@ def choose_stays(
             )
         if strange := sorted(stays - set(may_stay)):
             raise usage_error(
-                'resident="all" with updates by noria\'s own kernels, or with optimizer_device="device"',
+                'resident="all" with kernels of noria\'s that also run on the device, or optimizer_device="device"',
                 f'"{kernels.units[strange[0]].name}", which only the host updates',
                 'say optimizer_device="device", or resident="auto" or an amount, which let the others stay, or choose '
                 "AdamW, Adam, SGD or noria.optim.Lion on fp32 weights or masters",
