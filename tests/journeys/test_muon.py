@@ -233,7 +233,7 @@ def test_a_unit_that_two_optimizers_take_up_later_has_the_moments_of_both(state_
                 for each in (comes_first, 1 - comes_first):
                     late[each].requires_grad_(True)
                     optimizers[each].add_param_group({"params": [late[each]]})
-            batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+            batch = torch.randn(4, 16, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(number))
             model(batch).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
