@@ -219,10 +219,11 @@ class HostKernels:
         found: list[tuple[int, int, int, int, int]] = []
         for slot in slots if not rule.is_elementwise else ():
             shape = slot.like.shape
-            addresses = [self._factored_address(slot, key) for key in rule.state_keys(slot) if rule.is_factored]
-            if not rule.is_factored:
+            if not rule.is_factored:  # a matrix of Muon
                 found.append((1, shape[0], shape[1], 0, 0))
-            elif len(shape) < 2:
+                continue
+            addresses = [self._factored_address(slot, key) for key in rule.state_keys(slot)]
+            if len(shape) < 2:
                 found.append((1, 1, slot.like.numel(), 0, addresses[0]))
             else:
                 found.append((math.prod(shape[:-2]), shape[-2], shape[-1], addresses[0], addresses[1]))

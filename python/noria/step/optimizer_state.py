@@ -78,7 +78,7 @@ class HomeState:
         self.masters = masters
         self.context = members.context
         self.dtype = self.context.policy.state_dtype  # for fused units only
-        self._num_moments = most_moments(members.cls)
+        self._num_moments = most_moments(members.cls) if members.kernel == "fused" else 0
         self.placed: dict[tuple[int, str], torch.Tensor] = {}  # by slot index and key: the tensors that updates write
         self._places = places
         self._arena = arena
