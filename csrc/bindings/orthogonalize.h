@@ -3,8 +3,8 @@
 // Units: elements.
 // Ownership: none; torch takes memory for the products, up to 6 bytes for each element, and gives it back.
 // Order: none.
-// Threads: any, without the GIL. Products run on as many threads as torch had when the calling thread first did this.
-//   They have the bits that torch.optim.Muon has with so many threads.
+// Threads: any, without the GIL. At its first call a thread takes over torch's number of threads, and keeps it.
+//   Products have the bits of torch.optim.Muon with that number.
 #pragma once
 
 #include "optim/update.h"

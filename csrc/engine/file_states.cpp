@@ -80,8 +80,8 @@ void FileStates::note_used(UnitId unit) {
   if (!was_ahead) std::erase(expected_, unit);
   expected_.push_back(unit);
   ++num_used_;
-  // A unit that was brought ahead is mostly used within `num_planned_` updates. If twice as many have passed, it was
-  // left out.
+  // A unit that was brought ahead is usually used within `num_planned_` updates. After twice as many, this step leaves
+  // it out.
   std::erase_if(ahead_, [&](const auto& each) { return num_used_ - each.second > 2 * num_planned_; });
   // If this unit was not expected, the next one may not be, either: it finds a slot.
   bring_ahead(was_ahead ? 0 : 1);

@@ -83,9 +83,7 @@ def test_adafactor_on_arm_has_the_bits_of_the_host(vectors, processor):
 
 def test_a_bit_that_differs_is_found(vectors, tmp_path):
     content = bytearray(vectors.read_bytes())
-    content[-9] ^= (
-        1  # the last code that must come out; behind it, the size of an array that a rule with one moment lacks
-    )
+    content[-9] ^= 1  # the last code that must come out; behind it, the size of the second moments, which are missing
     other = tmp_path / "vectors"
     other.write_bytes(content)
     failed, said = compared(other, "cortex-a72", "neon")
