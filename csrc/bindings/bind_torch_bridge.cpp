@@ -85,14 +85,13 @@ using RingOfSlots = std::tuple<std::int64_t, std::int64_t, int>;
 /// Holds the files that have frozen weights, records by unit, and slots.
 using WeightsInFiles = std::tuple<std::shared_ptr<FileStore>, std::vector<int>, RingOfSlots>;
 
-std::shared_ptr<TorchBridge>
-make_torch_bridge(const std::vector<UnitSpec>& specs, std::shared_ptr<Backend> backend,
-                  std::shared_ptr<HostOptimizer> optimizer, const std::string& device, std::int64_t arena,
-                  std::int32_t window, bool prefetch_at_step, std::shared_ptr<Arena> held_home,
-                  const std::optional<RingOfSlots>& ring, const std::shared_ptr<Collectives>& collectives, bool assists,
-                  std::int64_t reduce_scratch, std::int64_t assist_scratch, std::optional<std::int64_t> least_saved,
-                  std::optional<std::int64_t> saved_room, std::shared_ptr<FileHome> files, std::vector<int> records,
-                  const std::optional<WeightsInFiles>& file_weights) {
+std::shared_ptr<TorchBridge> make_torch_bridge(
+    const std::vector<UnitSpec>& specs, std::shared_ptr<Backend> backend, std::shared_ptr<HostOptimizer> optimizer,
+    const std::string& device, std::int64_t arena, std::int32_t window, bool prefetch_at_step,
+    std::shared_ptr<Arena> held_home, const std::optional<RingOfSlots>& ring, int most_postponed,
+    const std::shared_ptr<Collectives>& collectives, bool assists, std::int64_t reduce_scratch,
+    std::int64_t assist_scratch, std::optional<std::int64_t> least_saved, std::optional<std::int64_t> saved_room,
+    std::shared_ptr<FileHome> files, std::vector<int> records, const std::optional<WeightsInFiles>& file_weights) {
   BufferTable buffers;
   const Shards shards = collectives ? collectives->shards() : Shards{};
   UnitMap<BridgedUnit> units = read_units(specs, buffers, shards);
@@ -102,7 +101,7 @@ make_torch_bridge(const std::vector<UnitSpec>& specs, std::shared_ptr<Backend> b
   options.budget = {Bytes{arena}, window};
   options.prefetch_at_step = prefetch_at_step;
   options.saves = least_saved.has_value();
-  options.files = {std::move(files), std::move(records)};
+  options.files = {std::move(files), std::move(records), most_postponed};
   if (file_weights) {
     const auto& [store, of_units, slots] = *file_weights;
     const auto& [address, slot, num_slots] = slots;
@@ -214,9 +213,9 @@ void bind_torch_bridge(py::module_& m) {
   py::class_<TorchBridge, std::shared_ptr<TorchBridge>>(m, "TorchBridge")
       .def(py::init(&make_torch_bridge), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
            py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("held_home"), py::arg("ring"),
-           py::arg("collectives"), py::arg("assists"), py::arg("reduce_scratch"), py::arg("assist_scratch"),
-           py::arg("least_saved") = py::none(), py::arg("saved_room") = py::none(), py::arg("files") = py::none(),
-           py::arg("records") = std::vector<int>(), py::arg("file_weights") = py::none())
+           py::arg("most_postponed"), py::arg("collectives"), py::arg("assists"), py::arg("reduce_scratch"),
+           py::arg("assist_scratch"), py::arg("least_saved") = py::none(), py::arg("saved_room") = py::none(),
+           py::arg("files") = py::none(), py::arg("records") = std::vector<int>(), py::arg("file_weights") = py::none())
       .def_property_readonly("hooks", part<EngineHooks>())
       .def_property_readonly("gradients", part<EngineGradients>())
       .def_property_readonly("home", part<EngineHome>())

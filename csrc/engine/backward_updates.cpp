@@ -161,6 +161,7 @@ bool BackwardUpdates::count_use(const std::vector<UnitId>& units) {
 void BackwardUpdates::begin_backward(std::optional<ItineraryId> expected) {
   completion_.begin_backward(expected ? &pass_.book.visits(*expected) : nullptr);
   is_updated_.fill(false);
+  completed_.clear();
   if (parts_.files != nullptr) parts_.files->bring_ahead();
   for (UnitId unit : parts_.units.ids()) {
     drainer_.take_arrivals(unit);
@@ -180,7 +181,7 @@ void BackwardUpdates::end_visit(const Visit& visit, bool is_recomputed) {
   const std::int64_t position = pass_.book.position();
   for (UnitId unit : visit.needs) {
     if (!is_recomputed) completion_.note_backward(unit, completes(unit));
-    if (completes(unit) && completion_.is_complete(unit, position)) update(unit);
+    if (completes(unit) && completion_.is_complete(unit, position) && !postpones(unit)) update(unit);
   }
 }
 
@@ -193,6 +194,13 @@ void BackwardUpdates::refuse_updated(UnitId unit, const std::string& what) {
 }
 
 // ---- updates ------------------------------------------------------------------------------------------------------
+
+// Ranks that share the model postpone the same units, so nothing here depends on which gradients have come.
+bool BackwardUpdates::postpones(UnitId unit) {
+  if (!ring_ || !parts_.has_file(unit)) return false;
+  const auto [found, is_new] = completed_.try_emplace(unit, static_cast<int>(completed_.size()));
+  return parts_.files->postpones(found->second);
+}
 
 void BackwardUpdates::update(UnitId unit) {
   if (arrived_[unit].empty()) {

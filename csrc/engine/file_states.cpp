@@ -14,6 +14,7 @@ FileStates::FileStates(const FileStatesOptions& options, Issuer& issuer, const U
       slots_of_(units.size(), -1),
       slots_(static_cast<std::size_t>(home_->num_slots())),
       num_planned_(home_->num_slots()),
+      most_postponed_(options.most_postponed),
       writes_(units.size()),
       read_(Lane::read, home_->store().pace(), ledger_),
       write_(Lane::write, home_->store().pace(), ledger_) {
@@ -22,6 +23,22 @@ FileStates::FileStates(const FileStatesOptions& options, Issuer& issuer, const U
     records_[unit] = options.records[static_cast<std::size_t>(unit.value)];
     if (has(unit)) expected_.push_front(unit);  // a backward mostly begins with the last unit
   }
+  std::deque<UnitId> postponed;
+  int number = 0;
+  std::erase_if(expected_, [&](UnitId unit) {
+    if (!postpones(number++)) return false;
+    postponed.push_front(unit);
+    return true;
+  });
+  expected_.insert(expected_.end(), postponed.begin(), postponed.end());
+}
+
+// The first units have been read ahead: their updates free slots, so that the disk has work. Behind them the disk needs
+// updates all the time, so two of three are made at once.
+bool FileStates::postpones(int number) const {
+  constexpr int kEvery = 3;
+  const int behind = number - num_planned_;
+  return behind >= 0 && behind < kEvery * most_postponed_ && behind % kEvery == kEvery - 1;
 }
 
 // A slot counts only if its read has not failed.

@@ -31,6 +31,7 @@ namespace noria {
 struct FileStatesOptions {
   std::shared_ptr<FileHome> home;  // null: no state lies in files
   std::vector<int> records;        // by unit; -1: its state lies in host memory
+  int most_postponed = 0;          // updates; see engine/backward_updates.h, Note [Postponed]
 };
 
 class FileStates {
@@ -41,6 +42,10 @@ class FileStates {
   FileStates& operator=(const FileStates&) = delete;
 
   bool has(UnitId unit) const { return records_[unit] >= 0; }
+
+  /// Returns true if an update waits for the end of the backward: engine/backward_updates.h, Note [Postponed].
+  /// `number`: how many other units with files have had complete gradients in this backward before.
+  bool postpones(int number) const;
 
   /// Gives the unit's state a slot, unless it has one, and issues what that needs. Throws MachineError if a slot is
   /// missing because all are held, and the machine has no memory for one more.
@@ -98,6 +103,7 @@ class FileStates {
   UnitMap<int> slots_of_;  // -1: none
   std::vector<Slot> slots_;
   const int num_planned_;
+  const int most_postponed_;
   std::int64_t now_ = 0;
   UnitMap<std::vector<Ticket>> writes_;   // those that have not passed, or have failed
   std::deque<UnitId> expected_;           // not brought ahead; the unit that is expected next comes first

@@ -1115,6 +1115,7 @@ class TorchBridge:
         prefetch_at_step: bool,
         held_home: Arena | None,
         ring: tuple[int, int, int] | None,
+        most_postponed: int,
         collectives: Collectives | None,
         assists: bool,
         reduce_scratch: int,

@@ -648,6 +648,7 @@ def _carry_out(
         prefetch_at_step=True,
         held_home=home.arenas.get("held gradients"),
         ring=_ring_slots(planned, home),
+        most_postponed=planned.ring.most_postponed if planned.ring else 0,
         collectives=None if ranks is None else ranks.collectives(device),
         assists=policy.find_unused_parameters,
         reduce_scratch=device_buffers.address(REDUCE_SCRATCH),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import json
 import os
 import pickle
 import re
@@ -53,11 +54,18 @@ def new(optimizer: Callable[[Any], torch.optim.Optimizer] = adamw) -> tuple[nn.M
 def wrapped(
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, **policy: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """With `files`: as much of the moments lies there as can."""
+    """With `files`: as much of the moments lies there as can. With update="backward", too, an update is postponed."""
     policy = {"device": DEVICE, "window": 3, "kernel": "fused", **policy}
     if "files" in policy and "host_memory" not in policy:
-        policy["host_memory"] = least_host_memory(optimizer, **policy)
-    return noria.wrap(*new(optimizer), **policy)
+        policy["host_memory"] = least = least_host_memory(optimizer, **policy)
+        if policy.get("update") == "backward":
+            ring = noria.plan(*new(optimizer), **policy).ring
+            assert ring is not None and ring.most_postponed == 0
+            policy["host_memory"] = least + ring.slot_bytes
+    model, updater = noria.wrap(*new(optimizer), **policy)
+    if "files" in policy and policy.get("update") == "backward":
+        assert wrapped_by(model).context.plan.ring.most_postponed > 0
+    return model, updater
 
 
 def least_host_memory(optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, **policy: Any) -> int:
@@ -266,8 +274,8 @@ def test_nothing_lies_in_files_if_memory_has_room(folder):
 
 
 @pytest.mark.parametrize("update", ["auto", "backward", "blocking"])
-def test_a_simulated_step_reads_and_writes_as_often_as_a_real_one(update, folder):
-    model, optimizer = wrapped(update=update, files=folder)
+def test_a_simulated_step_reads_and_writes_as_a_real_one(update, folder):
+    model, optimizer = wrapped(update=update, files=folder, trace=folder / "trace.json")
     train(model, optimizer, 0, 3)
     before = moved(model)
     train(model, optimizer, 3, 5)
@@ -275,6 +283,11 @@ def test_a_simulated_step_reads_and_writes_as_often_as_a_real_one(update, folder
     step = PlannedStep(wrapped_by(model).context.plan, 1, PlanSpeeds(1, 1, 1, 1))
     for lane in ("read", "write"):
         assert after[lane] - before[lane] == 2 * step.lane_use(lane)[0], lane
+    names = [unit.name for unit in wrapped_by(model).context.plan.units]
+    noria.unwrap(model, optimizer)
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    real = [event["name"] for event in events if event["name"].startswith("write_state")]
+    assert real[-len(names) :] == [f"write_state {names[span.unit]}" for span in step.spans if span.lane == "write"]
 
 
 @pytest.mark.parametrize(("update", "slow"), [("auto", "read"), ("backward", "write"), ("blocking", "read")])

@@ -24,8 +24,8 @@ FAST = 1e9
 T_US = 1000.0
 
 
-def plan(num_units: int, in_files: bool = True, **policy: Any) -> Any:
-    """All moments lie in files, or none."""
+def plan(num_units: int, in_files: bool = True, more_slots: int = 0, **policy: Any) -> Any:
+    """All moments lie in files, or none. `more_slots`: of the gradient ring than the least."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_units)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -37,7 +37,8 @@ def plan(num_units: int, in_files: bool = True, **policy: Any) -> Any:
         noria.plan(model, optimizer, host_memory=1, **policy)
     found = re.search(r"\((\d+) bytes\)", str(refusal.value))
     assert found is not None
-    planned = noria.plan(model, optimizer, host_memory=int(found[1]), **policy)
+    memory = int(found[1]) + more_slots * 4 * WIDTH * WIDTH
+    planned = noria.plan(model, optimizer, host_memory=memory, **policy)
     assert len(planned.files.sizes) == num_units and planned.files.slot_bytes == RECORD
     return planned
 
@@ -129,6 +130,24 @@ def test_under_backward_the_disk_works_behind_the_backward_and_four_units_ahead(
     assert 36 * backwards * T_US <= step.step_us <= (36 * backwards + 4) * T_US
     first = min((span for span in step.spans if span.verb == "read_state"), key=lambda span: span.start_us)
     assert first.unit < 11  # that of the last unit was read in the step before
+
+
+def test_postponed_updates_give_the_disk_work_in_the_forward():
+    """A forward takes 6 T and a backward 12 T, reads and writes 18 T each. Slots of the ring make the step shorter."""
+    tflops = 4 * 2 * WIDTH * WIDTH / (T_US / 4) / 1e6  # a forward of 4 tokens takes T / 4
+    rate = gib_s(RECORD, 0.75 * T_US)
+    speeds = PlanSpeeds(FAST, FAST, FAST, tflops, disk_read=rate, disk_write=rate)
+    taken, orders = [], []
+    for more_slots in range(5):
+        step = PlannedStep(plan(24, update="backward", more_slots=more_slots), 4, speeds)
+        assert step.check() == []
+        taken.append(step.step_us)
+        orders.append([span.unit for span in step.spans if span.verb == "write_state"])
+    assert taken == sorted(taken, reverse=True)
+    assert taken[0] > 1.2 * 18 * T_US and taken[4] < 1.08 * 18 * T_US
+    assert orders[0] == [*range(23, -1, -1)]
+    postponed = [8, 11, 14, 17]  # the forward needs 8 first
+    assert orders[4] == [unit for unit in orders[0] if unit not in postponed] + postponed
 
 
 def test_every_wait_for_a_file_is_missed_if_it_is_left_out():

@@ -23,6 +23,7 @@ __all__ = [
     "FACTORED",
     "GRADIENT_RING",
     "GRADIENT_SCALES",
+    "LEAST_RING_SLOTS",
     "SHOWN",
     "TORCH_STATE",
     "UNDO_LOGS",
@@ -251,6 +252,10 @@ class Region:
         return Region(purpose, tuple(offsets), sizes)
 
 
+LEAST_RING_SLOTS = 4
+"""Of the gradient ring: one drains, one is updated, and both may be late."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Ring:
     """Describes the arena GRADIENT_RING.
@@ -263,6 +268,11 @@ class Ring:
     slot_bytes: int
     num_slots: int
     in_parts: int  # bytes of the places of units whose gradients come in parts
+
+    @property
+    def most_postponed(self) -> int:
+        """Returns how many updates may wait for the end of the backward, if their moments lie in files."""
+        return max(self.num_slots - LEAST_RING_SLOTS, 0)
 
     @staticmethod
     def of(units: Sequence[HomeUnit], in_parts: Container[int], num_slots: int) -> Ring:

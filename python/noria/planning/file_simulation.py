@@ -11,6 +11,9 @@ from noria.planning.simulated_op import SimulatedOp
 
 __all__ = ["FileOps", "FileWeightsOps"]
 
+_EVERY = 3
+"""Behind those that were read ahead, each third update is postponed, as in csrc/engine/file_states.cpp."""
+
 
 class FileOps:
     """Gives units slots as csrc/engine/file_states.h does.
@@ -19,19 +22,30 @@ class FileOps:
     does.
 
     A read is issued when the op that writes `begun` has ended, and not before. None, as under update="backward": reads
-    come ahead of their units.
+    come ahead of their units. `most_postponed`: updates that wait for the end of the backward.
     """
 
-    def __init__(self, files: FilePlan, buffers: _C.BufferTable, begun: int | None) -> None:
+    def __init__(self, files: FilePlan, buffers: _C.BufferTable, begun: int | None, most_postponed: int) -> None:
         self._files = files
         self._buffers = buffers
         self._begun = [] if begun is None else [(begun, "read")]
         self._free = deque(range(files.num_slots))
         self._slots: dict[int, int] = {}
         """By unit: its slot. The unit whose last use is longest ago comes first."""
-        self._expected = deque(sorted(files.sizes, reverse=True))
+        units = sorted(files.sizes, reverse=True)
+        self._most_postponed = most_postponed
+        postponed = [unit for number, unit in enumerate(units) if self.postpones(number)]
+        self._expected = deque([*(unit for unit in units if unit not in postponed), *reversed(postponed)])
         """Units that are not brought ahead. The one that is expected next comes first."""
         self._ahead: set[int] = set()
+
+    def postpones(self, number: int) -> bool:
+        """Returns True if an update waits for the end of the backward.
+
+        `number`: how many other units with state in files have had complete gradients in this backward before.
+        """
+        behind = number - self._files.num_slots
+        return 0 <= behind < _EVERY * self._most_postponed and behind % _EVERY == _EVERY - 1
 
     def bring(self, unit: int) -> Iterator[SimulatedOp]:
         """Gives the unit a slot, and reads its moments, unless they are there."""

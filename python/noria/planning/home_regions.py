@@ -10,6 +10,7 @@ import torch
 
 from noria import _C
 from noria.model.layout import (
+    LEAST_RING_SLOTS,
     TORCH_STATE,
     UNDO_LOGS,
     HomeParameter,
@@ -29,10 +30,10 @@ from noria.planning.kernels import Kernels
 
 __all__ = ["gradient_rings", "home_regions", "least_ring_bytes", "state_places", "undo_log_bytes"]
 
-# Slots of the gradient ring: at least 4, because one drains, one is updated, and both may be late. If host memory has
-# room, a quarter of the units. Long updates can then go on behind the next forward, and do not hold backward up.
-_RING_SLOTS = 4
-_RING_SHARE = 0.25
+# Slots of the gradient ring, if host memory has room, as a share of the units. Long updates can then go on behind the
+# next forward, and do not hold backward up. With files some updates are postponed, so the share is larger.
+_RING_SHARE = 1 / 4
+_RING_SHARE_WITH_FILES = 1 / 3
 
 
 def home_regions(kernels: Kernels, drafted: frozenset[int], state_bytes: int) -> list[Region]:
@@ -94,7 +95,7 @@ def state_places(kernels: Kernels, notes: list[str]) -> tuple[list[dict[tuple[in
     return states, ends.most
 
 
-def gradient_rings(parts: Partition, units: list[HomeUnit]) -> Iterator[Ring]:
+def gradient_rings(parts: Partition, units: list[HomeUnit], has_files: bool) -> Iterator[Ring]:
     """Yields the rings that update="backward" may have in place of held gradients, the best and largest one first.
 
     If several modules use a unit, its gradients come in parts, so it gets a place of its own.
@@ -104,13 +105,14 @@ def gradient_rings(parts: Partition, units: list[HomeUnit]) -> Iterator[Ring]:
     )
     in_parts = {unit for unit, count in users.items() if count > 1}
     num_trainable = sum(unit.gradients > 0 for unit in units)
-    for num_slots in range(max(_RING_SLOTS, math.ceil(_RING_SHARE * num_trainable)), _RING_SLOTS - 1, -1):
+    most = math.ceil((_RING_SHARE_WITH_FILES if has_files else _RING_SHARE) * num_trainable)
+    for num_slots in range(max(LEAST_RING_SLOTS, most), LEAST_RING_SLOTS - 1, -1):
         yield Ring.of(units, in_parts, num_slots)
 
 
 def least_ring_bytes(ring: Ring) -> int:
     """Returns the bytes of the smallest ring with slots in a model that has more of the same units."""
-    return ring.in_parts + _RING_SLOTS * ring.slot_bytes
+    return ring.in_parts + LEAST_RING_SLOTS * ring.slot_bytes
 
 
 class _Ends:

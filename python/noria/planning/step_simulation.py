@@ -137,7 +137,9 @@ class PlannedStep:
         is_prompt = planned.device.type == "cpu"
         self.saved = SavedOps(saved, planned.saved_room, planned.buffers, is_prompt=is_prompt)
         reads_ahead = planned.policy.update == "backward"
-        self._files = FileOps(planned.files, planned.buffers, None if reads_ahead else self._loop)
+        most_postponed = self._ring.most_postponed if self._ring else 0
+        begun = None if reads_ahead else self._loop
+        self._files = FileOps(planned.files, planned.buffers, begun, most_postponed)
         self._file_weights = FileWeightsOps(planned.files, planned.buffers)
         self._first: list[int] = []  # by step: its first op
         self._middle: set[int] = set()  # ops of the second of three backwards, and of its forward
@@ -312,6 +314,8 @@ class PlannedStep:
         fetched: dict[int, list[int]] = defaultdict(list)
         is_first_fetch = phase == "forward"
         open_visit: int | None = None
+        completed: list[int] = []  # units whose state lies in files
+        postponed: list[int] = []
         if phase == "forward":
             self.saved.begin_forward()
         for op in ops:
@@ -354,10 +358,18 @@ class PlannedStep:
             self._add(phase, op.lane, op.verb, number, op.num_bytes, accesses)
             if op.verb == "drain" and op.unit in left:
                 left[op.unit] -= 1
-                if left[op.unit] == 0:
-                    self._add_update(step, "update" if self.planned.policy.update == "backward" else "draft", op.unit)
+                if left[op.unit] > 0:
+                    continue
+                if op.unit in self.planned.files.sizes:
+                    completed.append(op.unit)
+                    if self._files.postpones(len(completed) - 1):
+                        postponed.append(op.unit)
+                        continue
+                self._add_update(step, "update" if self.planned.policy.update == "backward" else "draft", op.unit)
         if open_visit is not None:
             self._leave(phase, open_visit)
+        for unit in sorted(postponed):
+            self._add_update(step, "update", unit)
 
     def _leave(self, phase: str, visit: int) -> None:
         if phase == "forward":

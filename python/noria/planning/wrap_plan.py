@@ -383,7 +383,9 @@ def make_plan(
     if policy.files and not optimizers:
         raise usage_error("an optimizer in the call that names files=", "none", "give it in the same call")
     room = left_for_drafts(budgets, free, 0, staging_bytes(device))
-    rings: list[Ring | None] = [*gradient_rings(parts, units)] if policy.update == "backward" else [None]
+    rings: list[Ring | None] = [None]
+    if policy.update == "backward":
+        rings = [*gradient_rings(parts, units, has_files=bool(policy.files))]
     ring, files = _first_that_fits(kernels, first, rings, room, budgets, device, free)
     if files.is_used:
         files = dataclasses.replace(files, instead=_file_bytes_instead(kernels, ring, state_bytes, room))
