@@ -51,6 +51,22 @@ def test_the_home_fits_and_no_more_lies_in_files_than_must(share, state_dtype):
         assert one_less > room, "one unit more could have stayed in memory"
 
 
+def test_slots_of_the_gradient_ring_drive_no_state_into_files_for_nothing():
+    """The ring has six slots if nothing lies in files, and eight if all does. The least are four."""
+    policy: dict[str, Any] = {"update": "backward", "draft_memory": 0, "widths": [64] * 24}
+    whole, few = host_bytes(plan(**policy)), least(**policy)
+    slot = plan(**policy).ring.slot_bytes
+    found = [plan(files="/never/made", host_memory=room, **policy) for room in range(few, whole + slot, slot)]
+    for planned, room in zip(found, range(few, whole + slot, slot), strict=True):
+        assert planned.files.is_used == (room < whole - 2 * slot)
+        if planned.files.is_used:
+            assert planned.ring.num_slots <= 4 + planned.files.most_postponed
+            assert planned.ring.most_postponed == planned.ring.num_slots - 4
+    used = [len(planned.files.sizes) for planned in found]
+    assert used == sorted(used, reverse=True)
+    assert [planned.ring.num_slots for planned in found[:6]] == [4, 5, 6, 7, 8, 8] and found[-1].ring.num_slots == 6
+
+
 def test_units_in_files_are_spread_over_the_model():
     whole, few = host_bytes(plan()), least()
     chosen = sorted(plan(files="/never/made", host_memory=(whole + few) // 2).files.sizes)

@@ -48,6 +48,11 @@ NUM_STATE_SLOTS = 4
 
 Under update="backward" all of them are read ahead while nothing is updated."""
 
+POSTPONES_EVERY = 3
+"""Under update="backward" each third update behind the first NUM_STATE_SLOTS may wait for the end of the backward.
+
+The first ones free slots, so that the disk has work at once. Of the others two of three keep it at work."""
+
 FILE_ALIGNMENT = 4096
 """Bytes: records are a multiple of this, as direct reads and pages are."""
 
@@ -81,6 +86,11 @@ class FilePlan:
     @property
     def num_slots(self) -> int:
         return min(NUM_STATE_SLOTS, len(self.sizes))
+
+    @property
+    def most_postponed(self) -> int:
+        """Returns how many updates can wait for the end of the backward, if the gradient ring has room."""
+        return (len(self.sizes) - self.num_slots) // POSTPONES_EVERY
 
     @property
     def memory(self) -> int:

@@ -268,11 +268,7 @@ class Ring:
     slot_bytes: int
     num_slots: int
     in_parts: int  # bytes of the places of units whose gradients come in parts
-
-    @property
-    def most_postponed(self) -> int:
-        """Returns how many updates may wait for the end of the backward, if their moments lie in files."""
-        return max(self.num_slots - LEAST_RING_SLOTS, 0)
+    most_postponed: int  # updates that may wait for the end of the backward, if their moments lie in files
 
     @staticmethod
     def of(units: Sequence[HomeUnit], in_parts: Container[int], num_slots: int) -> Ring:
@@ -280,9 +276,11 @@ class Ring:
         sizes = [unit.home_gradients if unit.index in in_parts else 0 for unit in units]
         slot_bytes = max((unit.home_gradients for unit in units if unit.index not in in_parts), default=0)
         bytes_in_parts = sum(sizes)
+        most_postponed = max(num_slots - LEAST_RING_SLOTS, 0)
         if bytes_in_parts + num_slots * slot_bytes >= sum(unit.home_gradients for unit in units):
             sizes, num_slots = [unit.home_gradients for unit in units], 0
-        return Ring(Region.of(GRADIENT_RING, [*sizes, num_slots * slot_bytes]), slot_bytes, num_slots, bytes_in_parts)
+        region = Region.of(GRADIENT_RING, [*sizes, num_slots * slot_bytes])
+        return Ring(region, slot_bytes, num_slots, bytes_in_parts, most_postponed)
 
 
 def held_region(units: Iterable[HomeUnit]) -> Region:

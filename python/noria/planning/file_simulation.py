@@ -6,13 +6,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from noria import _C
-from noria.model.file_layout import FilePlan
+from noria.model.file_layout import POSTPONES_EVERY, FilePlan
 from noria.planning.simulated_op import SimulatedOp
 
 __all__ = ["FileOps", "FileWeightsOps"]
-
-_EVERY = 3
-"""Behind those that were read ahead, each third update is postponed, as in csrc/engine/file_states.cpp."""
 
 
 class FileOps:
@@ -45,7 +42,7 @@ class FileOps:
         `number`: how many other units with state in files have had complete gradients in this backward before.
         """
         behind = number - self._files.num_slots
-        return 0 <= behind < _EVERY * self._most_postponed and behind % _EVERY == _EVERY - 1
+        return 0 <= behind < POSTPONES_EVERY * self._most_postponed and behind % POSTPONES_EVERY == POSTPONES_EVERY - 1
 
     def bring(self, unit: int) -> Iterator[SimulatedOp]:
         """Gives the unit a slot, and reads its moments, unless they are there."""

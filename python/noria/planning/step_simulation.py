@@ -137,7 +137,7 @@ class PlannedStep:
         is_prompt = planned.device.type == "cpu"
         self.saved = SavedOps(saved, planned.saved_room, planned.buffers, is_prompt=is_prompt)
         reads_ahead = planned.policy.update == "backward"
-        most_postponed = self._ring.most_postponed if self._ring else 0
+        most_postponed = planned.ring.most_postponed if planned.ring else 0
         begun = None if reads_ahead else self._loop
         self._files = FileOps(planned.files, planned.buffers, begun, most_postponed)
         self._file_weights = FileWeightsOps(planned.files, planned.buffers)

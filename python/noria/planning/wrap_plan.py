@@ -383,10 +383,11 @@ def make_plan(
     if policy.files and not optimizers:
         raise usage_error("an optimizer in the call that names files=", "none", "give it in the same call")
     room = left_for_drafts(budgets, free, 0, staging_bytes(device))
-    rings: list[Ring | None] = [None]
-    if policy.update == "backward":
-        rings = [*gradient_rings(parts, units, has_files=bool(policy.files))]
-    ring, files = _first_that_fits(kernels, first, rings, room, budgets, device, free)
+    candidates: list[tuple[Ring | None, bool]] = []
+    for has_files in (False, True)[: 1 + bool(policy.files)]:
+        rings = gradient_rings(parts, units, has_files) if policy.update == "backward" else [None]
+        candidates += [(ring, has_files) for ring in rings]
+    ring, files = _first_that_fits(kernels, first, candidates, room, budgets, device, free)
     if files.is_used:
         files = dataclasses.replace(files, instead=_file_bytes_instead(kernels, ring, state_bytes, room))
     elif policy.files:
@@ -450,7 +451,7 @@ def make_plan(
 def _first_that_fits(
     kernels: Kernels,
     regions: list[Region],
-    rings: Iterable[Ring | None],
+    candidates: Iterable[tuple[Ring | None, bool]],
     room: int,
     budgets: Budgets,
     device: torch.device,
@@ -458,13 +459,19 @@ def _first_that_fits(
 ) -> tuple[Ring | None, FilePlan]:
     """Returns the first ring with which the home fits, or else the last one; and what lies in files.
 
-    `room`: bytes; what does not fit there may lie in files.
+    Args:
+        candidates: rings, and whether something lies in files beside them. A ring with more slots than the files have
+            use for is passed over: it would drive state out of memory for nothing.
+        room: bytes; what does not fit there may lie in files.
     """
     ring, files = None, FilePlan()
-    for ring in rings:
+    for ring, has_files in candidates:
         lean = _with_ring(regions, ring)
         if kernels.policy.files:
             files = choose_files(kernels, lean, room, to_bytes(kernels.policy.file_memory))
+        is_too_large = ring is not None and has_files and ring.most_postponed > files.most_postponed
+        if is_too_large or files.is_used != has_files:
+            continue
         if check_fits(_rows(files.regions(lean), files, device), budgets.host, free, LATE) is None:
             break
     return ring, files
