@@ -101,10 +101,10 @@ std::optional<int> BackwardUpdates::take_slot() {
 void BackwardUpdates::hold(UnitId unit) {
   if (parts_.units[unit].held != nullptr) return;
   auto slot = take_slot();
-  if (!slot) {  // the forwards' count may say that more will come; the expected backward may know better
+  if (!slot) {  // some are postponed; of others the expected backward may know better than the forwards' count
     const std::int64_t position = pass_.book.position();
     for (UnitId other : slot_.ids()) {
-      if (slot_[other] && completion_.is_past(other, position)) update(other);
+      if (slot_[other] && (completed_.contains(other) || completion_.is_past(other, position))) update(other);
     }
     slot = take_slot();
   }
@@ -181,7 +181,7 @@ void BackwardUpdates::end_visit(const Visit& visit, bool is_recomputed) {
   const std::int64_t position = pass_.book.position();
   for (UnitId unit : visit.needs) {
     if (!is_recomputed) completion_.note_backward(unit, completes(unit));
-    if (completes(unit) && completion_.is_complete(unit, position) && !postpones(unit)) update(unit);
+    if (completes(unit) && completion_.is_complete(unit, position)) complete(unit);
   }
 }
 
@@ -195,11 +195,12 @@ void BackwardUpdates::refuse_updated(UnitId unit, const std::string& what) {
 
 // ---- updates ------------------------------------------------------------------------------------------------------
 
-// Ranks that share the model postpone the same units, so nothing here depends on which gradients have come.
-bool BackwardUpdates::postpones(UnitId unit) {
-  if (!ring_ || !parts_.has_file(unit)) return false;
-  const auto [found, is_new] = completed_.try_emplace(unit, static_cast<int>(completed_.size()));
-  return parts_.files->postpones(found->second);
+void BackwardUpdates::complete(UnitId unit) {
+  if (parts_.has_file(unit)) {
+    const auto [found, is_new] = completed_.try_emplace(unit, static_cast<int>(completed_.size()));
+    if (parts_.files->postpones(found->second)) return;
+  }
+  update(unit);
 }
 
 void BackwardUpdates::update(UnitId unit) {

@@ -11,10 +11,10 @@
 // are also torn if a backward raises after an update of the same step, in this backward or an earlier one. Passes that
 // only accumulate need memory for all gradients (`hold_all`). After that call the ring is not used any more.
 //
-// Note [Postponed]. If units were updated as their gradients come, the forward's first unit would be the last one. Then
-// nothing would be left to read or write in that forward. So if state lies in files, some updates wait for the end of
-// the backward (FileStates::postpones). They come in the order of the forward. Meanwhile each keeps its slot of the
-// ring, which limits their number.
+// Note [Postponed]. If all units were updated as their gradients come, the forward's first unit would be the last one.
+// Then nothing would be left to read or write in that forward. So if state lies in files, some updates wait for the end
+// of the backward (FileStates::postpones). They come in the order of the forward. Meanwhile each keeps its slot of the
+// ring. If the ring is full, those that wait are updated at once.
 #pragma once
 
 #include <cstdint>
@@ -114,8 +114,8 @@ class BackwardUpdates {
   void release_held(UnitId unit);
   /// Returns false if passes only accumulate gradients of this unit now.
   bool completes(UnitId unit) const { return !accumulating_ && drafts_.brings_last(unit); }
-  /// Returns true if the update of a unit whose gradients are complete waits for the end of the backward.
-  bool postpones(UnitId unit);
+  /// The unit's gradients are complete: updates it now, or postpones that.
+  void complete(UnitId unit);
   void update(UnitId unit);
   void update_here(UnitId unit, Updated& claimed);
   UpdateJob take_job(UnitId unit, Updated& claimed);
@@ -137,7 +137,7 @@ class BackwardUpdates {
   std::map<int, Ticket> reader_;       // by slot: ticket of the update that read it last
   Completion completion_;
   UnitMap<bool> is_updated_;         // in this backward
-  std::map<UnitId, int> completed_;  // units with files whose gradients are complete in this backward: their order
+  std::map<UnitId, int> completed_;  // in this backward, units with files: their number
   UnitMap<Sums> sums_;               // of the last update; filled if ranks share the home
   std::vector<Updated> unclaimed_;
 };

@@ -19,24 +19,23 @@ FileStates::FileStates(const FileStatesOptions& options, Issuer& issuer, const U
       read_(Lane::read, home_->store().pace(), ledger_),
       write_(Lane::write, home_->store().pace(), ledger_) {
   NORIA_INVARIANT(options.records.size() == units.size(), "each unit has a record, or -1");
+  std::deque<UnitId> descending;
   for (UnitId unit : units.ids()) {
     records_[unit] = options.records[static_cast<std::size_t>(unit.value)];
-    if (has(unit)) expected_.push_front(unit);  // a backward mostly begins with the last unit
+    if (has(unit)) descending.push_front(unit);
   }
   std::deque<UnitId> postponed;
   int number = 0;
-  std::erase_if(expected_, [&](UnitId unit) {
-    if (!postpones(number++)) return false;
-    postponed.push_front(unit);
-    return true;
-  });
+  for (UnitId unit : descending) {  // a backward mostly begins with the last unit
+    if (postpones(number++)) postponed.push_front(unit);
+    else expected_.push_back(unit);
+  }
   expected_.insert(expected_.end(), postponed.begin(), postponed.end());
 }
 
-// The first units have been read ahead: their updates free slots, so that the disk has work. Behind them the disk needs
-// updates all the time, so two of three are made at once.
+// The first updates free slots, so that the disk has work at once. Of the others two of three keep it at work.
 bool FileStates::postpones(int number) const {
-  constexpr int kEvery = 3;
+  constexpr int kEvery = 3;  // as python/noria/model/file_layout.py
   const int behind = number - num_planned_;
   return behind >= 0 && behind < kEvery * most_postponed_ && behind % kEvery == kEvery - 1;
 }

@@ -310,7 +310,14 @@ std::vector<UnitId> PassRunner::end(Stream stream) {
   owners_.drafts.end_backward(itinerary);
   // Landing: from here on the user's loop may read and edit what is held.
   const std::vector<UnitId> landed = owners_.drainer.take_landed();
-  if (owners_.backward != nullptr) owners_.backward->update_rest(/*what_accumulates=*/false);
+  if (owners_.backward != nullptr) {
+    try {
+      owners_.backward->update_rest(/*what_accumulates=*/false);
+    } catch (...) {  // the pass has ended already, so `reset` does not abandon it
+      owners_.backward->abandon();
+      throw;
+    }
+  }
   land(landed, stream);
   return landed;
 }

@@ -19,9 +19,10 @@ from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
 
+from benchmarks.systems.by_noria import least_host_memory
 from tests.device import DEVICE
 from tests.journeys import test_files, test_frozen_files
-from tests.journeys.pairs import HOSTILE, loss_of, state_tensors
+from tests.journeys.pairs import HOSTILE, Net, adamw, loss_of, state_tensors
 from tests.ranks import asked_for, in_turn_on_ranks, on_ranks
 
 Run = tuple[nn.Module, Any]
@@ -33,6 +34,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "inside backward": {"update": "backward"},
     "bfloat16": {"dtype": torch.bfloat16},
     "bfloat16, inside backward": {"dtype": torch.bfloat16, "update": "backward"},
+    "inside backward, parameters that one rank does not use": {"update": "backward", "gates": True},
     "frozen weights": {"freezes": True},
     "frozen weights, unused parameters": {"freezes": True, "find_unused_parameters": True},
 }
@@ -45,13 +47,34 @@ def folder_of_all(rank: int) -> Path:
     return Path(found[0])
 
 
-def wrapped(folder: Path | None = None, freezes: bool = False, **policy: Any) -> Run:
-    module = test_frozen_files if freezes else test_files
-    model, optimizer = module.new()
+class Gated(nn.Module):
+    """A block whose gate rank 0 alone uses."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.gate = nn.Parameter(torch.ones(test_files.WIDTH_HERE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x) * self.gate if dist.get_rank() == 0 else self.block(x)
+
+
+def new_gated() -> Run:
+    torch.manual_seed(0)
+    model = Net(test_files.BLOCKS_HERE, test_files.WIDTH_HERE)
+    model.blocks = nn.ModuleList(Gated(block) for block in model.blocks)
+    return model, adamw(model.parameters())
+
+
+def wrapped(folder: Path | None = None, freezes: bool = False, gates: bool = False, **policy: Any) -> Run:
+    make = test_frozen_files.new if freezes else new_gated if gates else test_files.new
     policy = {"device": DEVICE, "window": 3, "kernel": "fused", **policy}
     if folder is not None:
         policy = {**policy, "files": folder}
-        policy["host_memory"] = module.least_host_memory(**policy)
+        policy["host_memory"] = least_host_memory(*make(), **policy)
+        if policy.get("update") == "backward":
+            policy["host_memory"] = test_files.memory_to_postpone(*make(), **policy)
+    model, optimizer = make()
     noria.wrap(model, optimizer, **policy)
     return model, optimizer
 
