@@ -181,7 +181,7 @@ class Steps:
             policy["host_memory"] = int(MODES[mode] * least)
         self._run = overlap.Run(model, batch, {lane: (each, 0.0) for lane, each in limit.items()}, **policy)
         context = wrapped_by(self._run.model).context
-        self.plan, self.files = context.plan.files, context.home.files
+        self.plan, self.ring, self.files = context.plan.files, context.plan.ring, context.home.files
         self._lanes = dict.fromkeys(("read", "write") if self.plan.sizes else (), self.plan.state_bytes)
         if self.plan.weights:
             self._lanes["read_weights"] = self.plan.weights_bytes
@@ -269,6 +269,9 @@ def step(args: argparse.Namespace, folder: Path) -> None:
     settings = {name: getattr(args, name) for name in ("blocks", "width", "compute", "rounds", "steps")}
     settings |= {"speed_gib_s": speed, "block_s": block_s, "file_bytes": files.file_bytes}
     settings |= {"door": files.door, "notes": files.notes}
+    for (mode, name), run in runs.items():
+        most_postponed = run.ring.most_postponed if run.ring else 0
+        settings[f"{mode}, {name}"] = {"units_in_files": len(run.plan.sizes), "most_postponed": most_postponed}
     for run in runs.values():
         run.end()
     samples = {f"{mode}, {name}": found for (mode, name), found in turns.items()}
