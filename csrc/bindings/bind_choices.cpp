@@ -1,5 +1,5 @@
-// Binds costs, the simulator, the bounds, and the choices about activations, copies of units and loans. Byte counts are
-// int, words are str.
+// Binds costs, the simulator, the bounds, and the choices about activations, copies of units, loans and updates that
+// wait. Byte counts are int, words are str.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,6 +16,7 @@
 #include "plan/costs.h"
 #include "plan/loans.h"
 #include "plan/matching.h"
+#include "plan/postponed.h"
 #include "plan/simulate.h"
 #include "plan/swap.h"
 
@@ -95,6 +96,7 @@ void bind_costs(py::module_& m) {
       py::arg("ops"), py::arg("waits"), py::arg("costs"), py::arg("priorities") = std::vector<int>(),
       py::arg("ring_slots") = 0, py::arg("takes") = std::vector<std::int64_t>(),
       py::arg("gives") = std::vector<std::int64_t>(), Release());
+  m.def("is_postponed", &is_postponed, py::arg("number"), py::arg("num_slots"), py::arg("most_postponed"));
 }
 
 void bind_ways(py::module_& m) {

@@ -33,13 +33,6 @@ FileStates::FileStates(const FileStatesOptions& options, Issuer& issuer, const U
   expected_.insert(expected_.end(), postponed.begin(), postponed.end());
 }
 
-// The first updates free slots, so that the disk has work at once. Of the others two of three keep it at work.
-bool FileStates::postpones(int number) const {
-  constexpr int kEvery = 3;  // as python/noria/model/file_layout.py
-  const int behind = number - num_planned_;
-  return behind >= 0 && behind < kEvery * most_postponed_ && behind % kEvery == kEvery - 1;
-}
-
 // A slot counts only if its read has not failed.
 std::optional<int> FileStates::slot_of(UnitId unit) const {
   const int slot = slots_of_[unit];
@@ -96,8 +89,8 @@ void FileStates::note_used(UnitId unit) {
   if (!was_ahead) std::erase(expected_, unit);
   expected_.push_back(unit);
   ++num_used_;
-  // A unit that was brought ahead is usually used within `num_planned_` updates. After twice as many, this step leaves
-  // it out.
+  // A unit that was brought ahead is usually used within `num_planned_` updates. If twice as many have passed, this
+  // step leaves it out.
   std::erase_if(ahead_, [&](const auto& each) { return num_used_ - each.second > 2 * num_planned_; });
   // If this unit was not expected, the next one may not be, either: it finds a slot.
   bring_ahead(was_ahead ? 0 : 1);

@@ -24,6 +24,7 @@
 #include "device/timed_lane.h"
 #include "engine/issuer.h"
 #include "engine/unit_table.h"
+#include "plan/postponed.h"
 #include "store/file_home.h"
 
 namespace noria {
@@ -43,9 +44,8 @@ class FileStates {
 
   bool has(UnitId unit) const { return records_[unit] >= 0; }
 
-  /// Returns true if an update waits for the end of the backward: engine/backward_updates.h, Note [Postponed].
-  /// `number`: how many other units with files have had complete gradients in this backward before.
-  bool postpones(int number) const;
+  /// See plan/postponed.h.
+  bool postpones(int number) const { return is_postponed(number, num_planned_, most_postponed_); }
 
   /// Gives the unit's state a slot, unless it has one, and issues what that needs. Throws MachineError if a slot is
   /// missing because all are held, and the machine has no memory for one more.

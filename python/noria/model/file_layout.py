@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from noria import _C
 from noria.model.layout import Region
 from noria.model.moment_formats import MOMENTS, SCALES
 from noria.policy import format_bytes
@@ -48,11 +49,6 @@ NUM_STATE_SLOTS = 4
 
 Under update="backward" all of them are read ahead while nothing is updated."""
 
-POSTPONES_EVERY = 3
-"""Under update="backward" each third update behind the first NUM_STATE_SLOTS may wait for the end of the backward.
-
-The first ones free slots, so that the disk has work at once. Of the others two of three keep it at work."""
-
 FILE_ALIGNMENT = 4096
 """Bytes: records are a multiple of this, as direct reads and pages are."""
 
@@ -90,7 +86,8 @@ class FilePlan:
     @property
     def most_postponed(self) -> int:
         """Returns how many updates can wait for the end of the backward, if the gradient ring has room."""
-        return (len(self.sizes) - self.num_slots) // POSTPONES_EVERY
+        count = len(self.sizes)
+        return sum(_C.is_postponed(number, self.num_slots, count) for number in range(count))
 
     @property
     def memory(self) -> int:

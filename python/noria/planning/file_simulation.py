@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from noria import _C
-from noria.model.file_layout import POSTPONES_EVERY, FilePlan
+from noria.model.file_layout import FilePlan
 from noria.planning.simulated_op import SimulatedOp
 
 __all__ = ["FileOps", "FileWeightsOps"]
@@ -37,12 +37,8 @@ class FileOps:
         self._ahead: set[int] = set()
 
     def postpones(self, number: int) -> bool:
-        """Returns True if an update waits for the end of the backward.
-
-        `number`: how many other units with state in files have had complete gradients in this backward before.
-        """
-        behind = number - self._files.num_slots
-        return 0 <= behind < POSTPONES_EVERY * self._most_postponed and behind % POSTPONES_EVERY == POSTPONES_EVERY - 1
+        """Returns True if an update waits for the end of the backward. `number`: see csrc/plan/postponed.h."""
+        return _C.is_postponed(number, self._files.num_slots, self._most_postponed)
 
     def bring(self, unit: int) -> Iterator[SimulatedOp]:
         """Gives the unit a slot, and reads its moments, unless they are there."""

@@ -314,7 +314,7 @@ class PlannedStep:
         fetched: dict[int, list[int]] = defaultdict(list)
         is_first_fetch = phase == "forward"
         open_visit: int | None = None
-        completed: list[int] = []  # units whose state lies in files
+        num_completed = 0  # of units whose state lies in files
         postponed: list[int] = []
         if phase == "forward":
             self.saved.begin_forward()
@@ -361,8 +361,8 @@ class PlannedStep:
                 if left[op.unit] > 0:
                     continue
                 if op.unit in self.planned.files.sizes:
-                    completed.append(op.unit)
-                    if self._files.postpones(len(completed) - 1):
+                    num_completed += 1
+                    if self._files.postpones(num_completed - 1):
                         postponed.append(op.unit)
                         continue
                 self._add_update(step, "update" if self.planned.policy.update == "backward" else "draft", op.unit)

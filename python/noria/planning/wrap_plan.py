@@ -384,7 +384,7 @@ def make_plan(
         raise usage_error("an optimizer in the call that names files=", "none", "give it in the same call")
     room = left_for_drafts(budgets, free, 0, staging_bytes(device))
     candidates: list[tuple[Ring | None, bool]] = []
-    for has_files in (False, True)[: 1 + bool(policy.files)]:
+    for has_files in [False, True] if policy.files else [False]:
         rings = gradient_rings(parts, units, has_files) if policy.update == "backward" else [None]
         candidates += [(ring, has_files) for ring in rings]
     ring, files = _first_that_fits(kernels, first, candidates, room, budgets, device, free)
