@@ -59,6 +59,14 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
     return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.roll(1, 1).flatten())
 
 
+def hand_over(parameter: nn.Parameter, giver: torch.optim.Optimizer, taker: torch.optim.Optimizer) -> None:
+    """Moves a parameter of the first group of one optimizer to a group of its own in another."""
+    group = giver.param_groups[0]
+    group["params"] = [each for each in group["params"] if each is not parameter]
+    giver.state.pop(parameter)
+    taker.add_param_group({"params": [parameter]})
+
+
 def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, **{"lr": 1e-2, **options})
 

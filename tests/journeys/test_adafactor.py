@@ -20,6 +20,7 @@ from tests.journeys.pairs import (
     Side,
     both,
     go_on_here,
+    hand_over,
     loss_of,
     new_side,
     state_tensors,
@@ -229,10 +230,7 @@ def test_a_weight_that_joins_from_a_unit_that_stays_ends_that():
         assert bool(stays_of(model)) == (resident != "none")
         for number in range(4):
             if number == 2:
-                moved = model.blocks[2].expand.weight
-                optimizers[0].param_groups[0]["params"] = [each for each in rest if each is not moved]
-                optimizers[0].state.pop(moved)
-                optimizers[1].add_param_group({"params": [moved]})
+                hand_over(model.blocks[2].expand.weight, *optimizers)
             step_all(model, optimizers, number)
         results.append(model.state_dict())
     assert_same_bits(*results)

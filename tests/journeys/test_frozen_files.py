@@ -18,6 +18,7 @@ from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
 
+from benchmarks.systems.by_noria import least_host_memory
 from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, Net, adamw, loss_of, state_tensors
 from tests.journeys.test_files import DOORS, train
@@ -49,15 +50,8 @@ def wrapped(files: Any = None, **policy: Any) -> Run:
     if files is not None:
         policy = {**policy, "files": files}
         if "host_memory" not in policy:
-            policy["host_memory"] = least_host_memory(**policy)
+            policy["host_memory"] = least_host_memory(*new(), **policy)
     return noria.wrap(*new(), **policy)
-
-
-def least_host_memory(**policy: Any) -> int:
-    """What the refusal of less says would do."""
-    with pytest.raises(noria.UsageError, match="host_memory of at least") as refusal:
-        noria.plan(*new(), **policy, host_memory=1)
-    return int(str(refusal.value).split(" bytes)")[0].rpartition("(")[2])
 
 
 def assert_alike(one: Run, other: Run) -> None:
@@ -109,7 +103,7 @@ def test_weights_lie_in_files_only_if_state_there_is_not_enough(folder):
 def sizes(folder: Path) -> tuple[int, int]:
     """Host memory for which some state lies in files, and for which as much lies there as can."""
     policy: dict[str, Any] = {"device": DEVICE, "window": 3, "kernel": "fused"}
-    return least_host_memory(**policy) - 1, least_host_memory(**policy, files=folder)
+    return least_host_memory(*new(), **policy) - 1, least_host_memory(*new(), **policy, files=folder)
 
 
 @pytest.mark.parametrize("update", ["auto", "backward"])
@@ -224,7 +218,7 @@ USES = [write_by_load, write_in_place, write_in_a_block, read_only, sleep, unfre
 @pytest.mark.parametrize("use", USES)
 def test_uses_between_steps_have_the_bits_of_memory(use: Callable[..., None], dtype, folder):
     policy: dict[str, Any] = {"device": DEVICE, "window": 3, "kernel": "fused", "dtype": dtype}
-    room = least_host_memory(**policy, files=folder) + (700_000 if use is unfreeze and DEVICE == "cpu" else 0)
+    room = least_host_memory(*new(), **policy, files=folder) + (700_000 if use is unfreeze and DEVICE == "cpu" else 0)
     there, here = wrapped(dtype=dtype), wrapped(folder, dtype=dtype, host_memory=room)
     for each in (there, here):
         train(*each, 0, 2)
@@ -357,7 +351,7 @@ def test_too_little_space_is_refused_with_the_numbers_and_nothing_is_taken(folde
     with pytest.raises(noria.UsageError, match="host_memory of at least"):
         noria.wrap(model, optimizer, device=DEVICE, files=folder, host_memory=1, window=3, kernel="fused")
     policy: dict[str, Any] = {"device": DEVICE, "window": 3, "kernel": "fused", "files": folder}
-    least = least_host_memory(**policy)
+    least = least_host_memory(*new(), **policy)
     with pytest.raises(noria.UsageError, match="host_memory of at least"):
         noria.wrap(model, optimizer, **policy, host_memory=least, file_memory=4096)
     assert_same_bits(dict(model.state_dict()), before)
@@ -365,4 +359,4 @@ def test_too_little_space_is_refused_with_the_numbers_and_nothing_is_taken(folde
 
 def test_weights_that_are_shown_at_home_stay_in_memory(folder):
     policy: dict[str, Any] = {"device": DEVICE, "window": 3, "kernel": "fused", "reads": "home", "files": folder}
-    assert not noria.plan(*new(), **policy, host_memory=least_host_memory(**policy)).files.weights
+    assert not noria.plan(*new(), **policy, host_memory=least_host_memory(*new(), **policy)).files.weights

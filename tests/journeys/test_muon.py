@@ -18,7 +18,17 @@ from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.device import DEVICE
-from tests.journeys.pairs import HOSTILE, LATE_UPDATES, VOCAB, WIDTH, Net, go_on_here, loss_of, state_tensors
+from tests.journeys.pairs import (
+    HOSTILE,
+    LATE_UPDATES,
+    VOCAB,
+    WIDTH,
+    Net,
+    go_on_here,
+    hand_over,
+    loss_of,
+    state_tensors,
+)
 from tests.journeys.test_files import moved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,10 +206,7 @@ def test_a_matrix_that_joins_from_a_unit_that_stays_ends_that(resident):
             assert bool(wrapped_by(model).context.plan.stays) == (policy["resident"] != "none")
         for number in range(5):
             if number == 2:
-                moving = model.blocks[2].expand.weight
-                optimizers[0].param_groups[0]["params"] = [each for each in rest if each is not moving]
-                optimizers[0].state.pop(moving)
-                optimizers[1].add_param_group({"params": [moving]})
+                hand_over(model.blocks[2].expand.weight, *optimizers)
             loss_of(model, number).backward()
             for optimizer in optimizers:
                 optimizer.step()
@@ -342,9 +349,7 @@ def test_matrices_that_are_not_contiguous_are_left_to_torch():
 
 def test_a_vector_that_joins_is_refused_and_nothing_changes():
     run = Run().wrap(window=2).train(0, 1)
-    moving = run.optimizers[1].param_groups[0]["params"].pop()
-    run.optimizers[1].state.pop(moving)
-    run.optimizers[0].add_param_group({"params": [moving]})
+    hand_over(run.optimizers[1].param_groups[0]["params"][-1], run.optimizers[1], run.optimizers[0])
     before = run.values()
     loss_of(run.model, 1).backward()
     with pytest.raises(noria.UsageError, match="contiguous matrices under Muon"):

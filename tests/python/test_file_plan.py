@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.systems.by_noria import least_host_memory
+
 WIDTHS = [64] * 16
 
 
@@ -29,11 +31,9 @@ def host_bytes(planned: Any) -> int:
 
 
 def least(widths: list[int] = WIDTHS, **policy: Any) -> int:
-    with pytest.raises(noria.UsageError, match="host_memory of at least") as refusal:
-        plan(widths, files="/never/made", host_memory=1, **policy)
-    found = re.search(r"\((\d+) bytes\)", str(refusal.value))
-    assert found is not None
-    return int(found[1])
+    made = model(widths)
+    policy = {"device": "cpu", "units": [nn.Linear], "kernel": "fused", "files": "/never/made", **policy}
+    return least_host_memory(made, torch.optim.AdamW(made.parameters()), **policy)
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
