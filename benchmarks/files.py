@@ -28,7 +28,7 @@ and W are the time to read and to write each record once, at the speed that the 
 
 A step within 1.10 of its bound is the aim. No run drafts, for units in files are not drafted. With "least memory" the
 gradient ring is the smallest one, so no update is postponed. The other runs with update="backward" have a tenth more
-host memory, and as many bytes in files.
+host memory. The same bytes lie in files.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ from benchmarks.systems.environments import FOLDER, pins, reasons
 from benchmarks.systems.task import Task, text_file
 
 GIB = 1 << 30
-MODES = {"auto": 1.0, "backward, least memory": 1.0, "backward": 1.1}
-"""The first word is the value of `update`. `host_memory`, as a multiple of the least."""
+MODES = {"auto": ("auto", 1.0), "backward, least memory": ("backward", 1.0), "backward": ("backward", 1.1)}
+"""The value of `update`, and `host_memory` as a multiple of the least."""
 SHARES = {"no files": None, "full": 1.0, "1/2": 0.5, "1/4": 0.25}
 OURS, RIVAL = "noria files", "ZeRO-3 NVMe"
 SYSTEMS = "noria draft_memory=0,noria backward,noria files"
@@ -152,15 +152,11 @@ def sweep(args: argparse.Namespace, folder: Path) -> None:
 # ---- steps ----
 
 
-def update_of(mode: str) -> str:
-    return mode.split(",", maxsplit=1)[0]
-
-
 def bound_s(mode: str, turn: Mapping[str, float], alone: Mapping[str, float]) -> float:
     """The least that a schedule of this mode could reach. `alone`: the same without files, of the same round.
     `turn["last"]`: the share of the writes that no read waits for."""
     least_s = max(alone["step_s"], turn["read_s"], turn["write_s"])
-    if update_of(mode) == "backward":
+    if MODES[mode][0] == "backward":
         return least_s
     waited_for_s = (1 - turn["last"]) * turn["write_s"]
     return max(least_s, max(alone["forward_s"], turn["read_s"], waited_for_s) + alone["backward_s"])
@@ -173,12 +169,13 @@ class Steps:
         self, model: nn.Module, batch: torch.Tensor, mode: str, folder: Path | None, limit: Mapping[str, float]
     ) -> None:
         """`limit`: GiB/s by lane, none: the disk's own."""
-        policy: dict[str, Any] = {"window": 8, "update": update_of(mode), "draft_memory": 0, "resident": "none"}
+        update, memory = MODES[mode]
+        policy: dict[str, Any] = {"window": 8, "update": update, "draft_memory": 0, "resident": "none"}
         if folder is not None:
             policy["files"] = folder
             optimizer = torch.optim.AdamW(model.parameters())
             least = least_host_memory(model, optimizer, device="cpu", kernel="fused", **policy)
-            policy["host_memory"] = int(MODES[mode] * least)
+            policy["host_memory"] = int(memory * least)
         self._run = overlap.Run(model, batch, {lane: (each, 0.0) for lane, each in limit.items()}, **policy)
         context = wrapped_by(self._run.model).context
         self.plan, self.ring, self.files = context.plan.files, context.plan.ring, context.home.files
@@ -238,7 +235,7 @@ def step(args: argparse.Namespace, folder: Path) -> None:
     model = overlap.Chain(args.blocks, args.width, 0.4 * block_s, 0.6 * block_s)
     runs: dict[tuple[str, str], Steps] = {}
     for mode, (name, share) in itertools.product(MODES, SHARES.items()):
-        if share is None and mode != update_of(mode):
+        if share is None and mode != MODES[mode][0]:
             continue  # without files memory has room for all
         limit = {} if share in (None, 1.0) else {lane: share * each for lane, each in speed.items()}
         runs[mode, name] = Steps(model, batch, mode, None if share is None else folder, limit)
@@ -253,7 +250,7 @@ def step(args: argparse.Namespace, folder: Path) -> None:
     for (mode, name), found in turns.items():
         if name == "no files":
             continue
-        row = row_of(mode, found, turns[update_of(mode), "no files"])
+        row = row_of(mode, found, turns[MODES[mode][0], "no files"])
         summary[f"{mode}, {name}"] = row
         seconds = (f"{row[key]:.3f}" for key in ("alone_s", "read_s", "write_s", "step_s"))
         rows.append(
