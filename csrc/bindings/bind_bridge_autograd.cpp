@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
+#include <tuple>
 
 namespace py = pybind11;
 
@@ -128,6 +129,21 @@ void bind_home(py::module_& m) {
           py::arg("unit"), py::arg("writes"), py::arg("holds"), NoGil())
       .def(
           "release_states", [](const EngineHome& self) { self.engine().release_states(); }, NoGil())
+      .def(
+          "check_weights", [](const EngineHome& self, std::int32_t unit) { self.engine().check_weights(UnitId(unit)); },
+          py::arg("unit"), NoGil())
+      .def("lost_weights",
+           [](const EngineHome& self) {
+             std::vector<std::tuple<std::int32_t, int, std::string>> found;
+             for (const auto& [unit, times, why] : without_gil([&] { return self.engine().lost_weights(); })) {
+               found.emplace_back(unit.value, times, why);
+             }
+             return found;
+           })
+      .def(
+          "clear_lost_weights",
+          [](const EngineHome& self, std::int32_t unit) { self.engine().clear_lost_weights(UnitId(unit)); },
+          py::arg("unit"), NoGil())
       .def(
           "raise_lost_writes", [](const EngineHome& self) { self->raise_lost_writes(); }, NoGil())
       .def(

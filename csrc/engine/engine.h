@@ -142,6 +142,17 @@ class Engine {
   void access_state(UnitId unit, bool writes, bool holds);
   /// State in files is not held any more.
   void release_states();
+  /// The caller reads the unit's weights at home. If they lie in a file, compares them with their checksums. Blocks.
+  void check_weights(UnitId unit);
+  struct LostWeights {
+    UnitId unit;
+    int times;  // that writes of them were lost
+    std::string why;
+  };
+  /// Returns the units whose weights in files are not what was written there, since the machine has lost that.
+  std::vector<LostWeights> lost_weights() const;
+  /// All such weights of the unit were loaded again.
+  void clear_lost_weights(UnitId unit);
   /// The caller writes the held gradient on the stream, after all ops that still read it.
   void access_held(UnitId unit, Stream stream);
   /// Like `access_held`, for a caller that will divide all gradients of the unit and then multiply them, as its draft

@@ -73,6 +73,28 @@ void Engine::release_states() {
   if (files_) files_->release();
 }
 
+void Engine::check_weights(UnitId unit) {
+  const Entry entry(gate_);
+  if (file_weights_ && file_weights_->has(unit)) file_weights_->check(unit);
+}
+
+std::vector<Engine::LostWeights> Engine::lost_weights() const {
+  const Entry entry(gate_);
+  std::vector<LostWeights> lost;
+  if (!file_weights_) return lost;
+  for (UnitId unit : units_.ids()) {
+    if (!file_weights_->has(unit)) continue;
+    if (auto [times, why] = file_weights_->loss(unit); !why.empty()) lost.push_back({unit, times, std::move(why)});
+  }
+  return lost;
+}
+
+void Engine::clear_lost_weights(UnitId unit) {
+  const Entry entry(gate_);
+  NORIA_INVARIANT(file_weights_ && file_weights_->has(unit), "its weights lie in no file");
+  file_weights_->clear_torn(unit);
+}
+
 LaneStats Engine::file_stats(Lane lane) const {
   const Entry entry(gate_);
   if (lane == Lane::read_weights) return file_weights_ ? file_weights_->stats() : LaneStats{};

@@ -6,7 +6,7 @@
 //
 // Ownership: owns its lane, and shares the files. Borrows the issuer and the slots.
 // Order: a slot's unit changes in issue order. The unit that was brought longest ago loses its slot.
-// Threads: the caller serialises. `note_written`, `close` and `idle` may block.
+// Threads: the caller serialises. `note_written`, `check`, `close` and `idle` may block.
 //
 // Note [A lane of its own]. Updates of all units are issued at `step`, and their reads of state with them. Weights that
 // the next forward needs must not queue behind these. So they have another lane, and other slots.
@@ -49,6 +49,11 @@ class FileWeights {
   Brought bring(UnitId unit);
   /// The caller writes the mapped weights: the next fetch reads the file again. Blocks until a read of them is over.
   void note_written(UnitId unit);
+  /// The caller reads the mapped weights, which no op compares with checksums: see FileStore::check. Blocks.
+  void check(UnitId unit) { options_.store->check(records_[unit]); }
+  FileStore::Loss loss(UnitId unit) const { return options_.store->loss(records_[unit]); }
+  /// All weights of the unit that the file has were loaded again.
+  void clear_torn(UnitId unit) { options_.store->clear_torn(records_[unit]); }
 
   LaneStats stats() const { return ledger_.stats(Lane::read_weights); }
   void set_trace(std::shared_ptr<Trace> trace) { ledger_.set_trace(std::move(trace)); }

@@ -112,35 +112,74 @@ void FileStore::forget_mappings(int first) {
 }
 
 void FileStore::note_mapped_write(int number) {
-  Record& record = at(number);
-  record.is_sealed = false;
-  record.why_torn.clear();
+  const MutexLock lock(mutex_);
+  at(number).is_sealed = false;
+}
+
+void FileStore::clear_torn(int number) {
+  const MutexLock lock(mutex_);
+  at(number).loss.why.clear();
+}
+
+FileStore::Loss FileStore::loss(int number) const {
+  const MutexLock lock(mutex_);
+  return at(number).loss;
+}
+
+bool FileStore::is_sealed(const Record& record, int number) const {
+  const MutexLock lock(mutex_);
+  if (record.loss.why.empty()) return record.is_sealed;
+  throw MachineError("record " + std::to_string(number) + " in " + record.parts.front().file->name +
+                     " is torn: an earlier write of it failed: " + record.loss.why);
 }
 
 void FileStore::read(int number, std::byte* memory) {
   Record& record = at(number);
-  if (!record.why_torn.empty()) {
-    throw MachineError("record " + std::to_string(number) + " in " + record.parts.front().file->name +
-                       " is torn: an earlier write of it failed: " + record.why_torn);
-  }
+  const bool was_sealed = is_sealed(record, number);
   if (!record.is_written) {
     std::memset(memory, 0, static_cast<std::size_t>(record.bytes.count));
     return;
   }
-  if (!record.is_sealed) flush(record, number);
+  if (!was_sealed) flush(record, number);
   std::vector<FilePart> parts = parts_in(record, memory);
   reader_->run(FileWay::read, parts);
-  if (!record.is_sealed) {
-    for (std::size_t part = 0; part < parts.size(); ++part) record.parts[part].sum = parts[part].sum;
-    record.is_sealed = true;
-    forget_cached(record);
+  if (was_sealed) {
+    refuse_changed(record, 0, parts);
     return;
   }
-  for (std::size_t part = 0; part < parts.size(); ++part) {
-    if (parts[part].sum == record.parts[part].sum) continue;
+  {
+    const MutexLock lock(mutex_);
+    for (std::size_t part = 0; part < parts.size(); ++part) record.parts[part].sum = parts[part].sum;
+    record.is_sealed = true;
+  }
+  forget_cached(record);
+}
+
+void FileStore::check(int number) {
+  const Record& record = at(number);
+  if (!is_sealed(record, number) || !record.is_written) return;
+  const auto at_once = static_cast<std::size_t>(options_.depth);
+  const Arena memory(std::min(record.bytes, options_.part * options_.depth));
+  for (std::size_t first = 0; first < record.parts.size(); first += at_once) {
+    const auto begin = record.parts.begin() + static_cast<std::ptrdiff_t>(first);
+    std::vector<FilePart> parts(begin,
+                                begin + static_cast<std::ptrdiff_t>(std::min(at_once, record.parts.size() - first)));
+    std::byte* to = memory.data();
+    for (FilePart& part : parts) {
+      part.memory = to;
+      to += part.bytes.count;
+    }
+    reader_->run(FileWay::read, parts);
+    refuse_changed(record, first, parts);
+  }
+}
+
+void FileStore::refuse_changed(const Record& record, std::size_t first, const std::vector<FilePart>& found) {
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (found[i].sum == record.parts[first + i].sum) continue;
     throw MachineError(
-        to_string(parts[part].bytes) + " at offset " + std::to_string(parts[part].offset.count) + " of " +
-        parts[part].file->name + " are not what was written there: their checksum differs" +
+        to_string(found[i].bytes) + " at offset " + std::to_string(found[i].offset.count) + " of " +
+        found[i].file->name + " are not what was written there: their checksum differs" +
         (record.mapped.empty() ? "" : ". Or a view that numpy() made of these weights was written late"));
   }
 }
@@ -152,12 +191,13 @@ void FileStore::write(int number, const std::byte* memory) {
   try {
     writer_->run(FileWay::write, parts);
   } catch (const std::exception& error) {
-    record.why_torn = error.what();
+    const MutexLock lock(mutex_);
+    record.loss = {record.loss.times + 1, error.what()};
     throw;
   }
   for (std::size_t part = 0; part < parts.size(); ++part) record.parts[part].sum = parts[part].sum;
   record.is_written = true;
-  record.why_torn.clear();
+  clear_torn(number);
 }
 
 std::vector<FilePart> FileStore::parts_in(const Record& record, std::byte* memory) const {
@@ -175,8 +215,11 @@ void FileStore::flush(const Record& record, int number) {
       if (errno != EINTR) error = errno;
     }
     if (error == 0) continue;
-    for (Record& each : records_) {
-      if (!each.is_sealed && each.why_torn.empty()) each.why_torn = std::strerror(error);
+    {
+      const MutexLock lock(mutex_);
+      for (Record& each : records_) {
+        if (!each.is_sealed) each.loss = {each.loss.times + 1, std::strerror(error)};
+      }
     }
     throw MachineError("writing record " + std::to_string(number) + " to " + range.file->name +
                        " failed: " + std::strerror(error) + ". Load these weights again");
@@ -191,7 +234,9 @@ void FileStore::forget_cached(const Record& record) {
   }
 }
 
-FileStore::Record& FileStore::at(int record) {
+FileStore::Record& FileStore::at(int record) { return const_cast<Record&>(std::as_const(*this).at(record)); }
+
+const FileStore::Record& FileStore::at(int record) const {
   NORIA_INVARIANT(record >= 0 && static_cast<std::size_t>(record) < records_.size(), "no such record");
   return records_[static_cast<std::size_t>(record)];
 }

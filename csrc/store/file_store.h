@@ -6,7 +6,7 @@
 //   records are mapped lives as long as the store.
 // Order: `add` all records, then `reserve`, then `map`, then read and write. One record must not be written while it is
 //   read or written.
-// Threads: any thread may call `read` and `write`. Two reads take turns, and so do two writes.
+// Threads: any thread may call what follows `forget_mappings` below. Two reads take turns, and so do two writes.
 //
 // Note [Whole or torn]. Each part of a record has a checksum, which is taken as the part is written and compared when
 // it is read. A write that fails leaves the record torn: reading it raises until it has been written again. A record
@@ -17,9 +17,10 @@
 // a mapping of its own, and a process has few of them. Its parts are read from the files in turns, too.
 //
 // Note [Mapped writes]. The store does not see them, so the caller tells it. The next read first waits until they have
-// reached the file. It takes the checksums anew, and gives back what the page cache has of the record. If the machine
-// could not write them, it says so once, and forgets them. So all records with such writes are torn then, until they
-// are written again.
+// reached the file. It takes the checksums anew, and gives back what the page cache has of the record. So who may have
+// read the record first compares it (`check`): a changed bit would count as a write. If the machine could not write, it
+// says so once, and forgets. So all records with such writes are torn then, until the caller has written all of them
+// again, and says so (`clear_torn`).
 #pragma once
 
 #include <cstddef>
@@ -30,6 +31,7 @@
 #include <vector>
 
 #include "base/bytes.h"
+#include "base/mutex.h"
 #include "device/file_door.h"
 #include "device/pace.h"
 #include "device/scratch_file.h"
@@ -63,12 +65,22 @@ class FileStore {
   void map(int record, const std::shared_ptr<Arena>& arena, Bytes offset);
   /// Something else has the addresses of records from this one on.
   void forget_mappings(int first);
-  /// Memory that is mapped from the record has been written, or will be until its next read.
+  /// Memory that is mapped from the record has been written, or will be until its next read. A torn record stays torn.
   void note_mapped_write(int record);
+  /// All of a mapped record has been written again.
+  void clear_torn(int record);
+  struct Loss {
+    int times = 0;    // that writes of the record were lost
+    std::string why;  // the record is torn; empty: it is whole
+  };
+  Loss loss(int record) const;
 
   /// Blocks. Throws MachineError if the machine fails, if the record is torn, or if the bytes have changed since they
   /// were written. What is in `memory` then means nothing.
   void read(int record, std::byte* memory);
+  /// Blocks, and throws, as `read`, without memory of the caller's. Does nothing if the record was written through its
+  /// mapping since its last read.
+  void check(int record);
   /// Blocks. Throws MachineError if the machine fails; then the record is torn.
   void write(int record, const std::byte* memory);
 
@@ -89,20 +101,25 @@ class FileStore {
     std::vector<FilePart> parts;  // without memory; `sum` is what was written
     std::vector<Bytes> offsets;   // by part: where it begins in the record
     bool is_written = false;
-    std::string why_torn;          // why a write of it has failed; empty: none has
-    bool is_sealed = true;         // false: the sums are not those of the bytes
+    Loss loss;                     // guarded by `mutex_`
+    bool is_sealed = true;         // guarded by `mutex_`; false: the sums are not those of the bytes
     std::vector<FilePart> mapped;  // the ranges of a mapped record; `memory` is where, or null
   };
   void add_part(Record& record, std::size_t file, Bytes at, Bytes bytes);
+  /// Returns whether the record is sealed. Throws MachineError if it is torn.
+  bool is_sealed(const Record& record, int number) const;
+  static void refuse_changed(const Record& record, std::size_t first, const std::vector<FilePart>& found);
   void flush(const Record& record, int number);
   static void forget_cached(const Record& record);
   std::vector<FilePart> parts_in(const Record& record, std::byte* memory) const;
   Record& at(int record);
+  const Record& at(int record) const;
 
   const FileStoreOptions options_;
   std::vector<ScratchFile> files_;
   std::vector<Bytes> ends_;  // by file: where the next part begins
   std::unique_ptr<FileDoor> reader_, writer_;
+  mutable Mutex mutex_;
   std::vector<Record> records_;
   std::set<std::shared_ptr<Arena>> arenas_;  // over whose addresses records are mapped
   std::string why_no_uring_, why_not_registered_;

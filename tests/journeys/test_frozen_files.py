@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
@@ -161,6 +162,7 @@ def test_a_report_counts_what_is_read_of_weights(folder):
     report, plan = noria.report(model, host_memory_gib_s=1e6), wrapped_by(model).context.plan
     assert report.files is not None and report.bound is not None
     assert report.files.read > plan.files.file_bytes
+    assert report.bound.host_memory.weights_in_files == report.files.read_weights > plan.files.weights_bytes
     assert "reads from disk" in report.bound.limit
 
 
@@ -318,6 +320,36 @@ def test_weights_that_could_not_be_written_are_told_until_they_are_loaded_again(
     assert_alike(there, here)
 
 
+def test_lost_weights_are_neither_shown_nor_saved_until_all_of_them_are_loaded_again(folder):
+    there, here, faults = trained_on_a_disk_that_may_fail(folder)
+    weights = {name: value * 0.5 for name, value in there[0].state_dict().items()}
+    old = dict(here[0].state_dict())
+    for model, _ in (there, here):
+        model.load_state_dict(weights)
+    faults.fail_next("write", errno.EIO, 0, 1)
+    with pytest.raises(RuntimeError, match="Load these weights again"), torch.no_grad():
+        loss_of(here[0], 0)
+    for look in (
+        lambda: here[0].state_dict(),
+        lambda: noria.save(folder / "saved.pt", *here),
+        lambda: noria.unwrap(*here),
+        lambda: here[0].load_state_dict(dict(list(weights.items())[::2]), strict=False) and here[0].state_dict(),
+    ):
+        with pytest.raises(noria.UsageError, match=r"frozen weights of .* that it has lost"):
+            look()
+    for value in old.values():
+        with contextlib.suppress(RuntimeError):
+            value.numpy()  # asks to write
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="is torn"), torch.no_grad():
+            loss_of(here[0], 0)
+    assert not (folder / "saved.pt").exists()
+    here[0].load_state_dict(weights)
+    for each in (there, here):
+        train(*each, 2, 4)
+    assert_alike(there, here)
+
+
 def test_a_load_behind_a_read_that_failed_does_not_hear_of_it(folder):
     there, here, faults = trained_on_a_disk_that_may_fail(folder)
     weights = {name: value * 0.5 for name, value in there[0].state_dict().items()}
@@ -332,17 +364,48 @@ def test_a_load_behind_a_read_that_failed_does_not_hear_of_it(folder):
     assert_alike(there, here)
 
 
+def change_a_bit(model: nn.Module) -> int:
+    """Through the mapping of a unit, behind noria's back. Returns the unit."""
+    wrapped_by(model).context.engine.idle()
+    number = next(iter(wrapped_by(model).context.plan.files.weights))
+    unit = wrapped_by(model).context.units[number]
+    _C.bytes_at(unit.working_address + unit.in_file[0], 4096, "cpu")[7] += 1
+    return number
+
+
 def test_a_changed_bit_is_found(folder):
     model, optimizer = wrapped(folder)
     train(model, optimizer, 0, 2)
-    wrapped_by(model).context.engine.idle()
-    unit = wrapped_by(model).context.units[next(iter(wrapped_by(model).context.plan.files.weights))]
-    begin = unit.working_address + unit.in_file[0]
-    _C.bytes_at(begin, 4096, "cpu")[7] += 1  # through the mapping, behind noria's back
+    change_a_bit(model)
     with pytest.raises(RuntimeError, match="checksum differs"):
         for number in range(3):
             with torch.no_grad():
                 loss_of(model, number)
+
+
+def test_a_changed_bit_is_found_by_a_save_and_stays_known_until_a_load(folder):
+    there, here = wrapped(), wrapped(folder)
+    weights = {name: value * 0.5 for name, value in there[0].state_dict().items()}
+    for each in (there, here):
+        train(*each, 0, 2)
+    shown = dict(here[0].state_dict())
+    unit = wrapped_by(here[0]).context.units[change_a_bit(here[0])]
+    slot = next(slot for slot in unit.parameters if not slot.trainable)
+    for look in (
+        lambda: noria.save(folder / "saved.pt", *here),
+        lambda: shown[slot.name].numpy(),
+        lambda: noria.unwrap(*here),
+    ):
+        with pytest.raises(RuntimeError, match="checksum differs"):
+            look()
+    if DEVICE == "cpu":
+        for read_only in (True, False):
+            with pytest.raises(RuntimeError, match="checksum differs"), noria.materialize(here[0], read_only=read_only):
+                pass
+    for each in (there, here):
+        each[0].load_state_dict(weights)
+        train(*each, 2, 4)
+    assert_alike(there, here)
 
 
 def test_too_little_space_is_refused_with_the_numbers_and_nothing_is_taken(folder):

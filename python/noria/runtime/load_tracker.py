@@ -24,6 +24,7 @@ class LoadTracker:
         self.missing: dict[object, str] = {}
         self._torn = ""
         self._to_load: set[object] = set()  # of a torn home: slots and optimizers still to be loaded
+        self._lost: dict[tuple[int, int], set[object]] = {}  # by unit and loss: frozen slots still to be loaded
 
     def refuse_missing(self, what: str) -> None:
         if self.missing:
@@ -40,8 +41,12 @@ class LoadTracker:
         self._optimizers.append(optimizer)
 
     def note(self, part: object) -> None:
-        """Notes that a parameter, a buffer or an optimizer has been loaded. Once all are, a torn home is whole."""
+        """Notes that a parameter, a buffer or an optimizer has been loaded. Once all are, a torn home is whole.
+
+        So are frozen weights that a disk has lost, once all of their unit are.
+        """
         self.missing.pop(part, None)
+        self._note_lost(part)
         torn = self.context.engine.torn()
         if torn and torn != self._torn and self.context.home.files is not None:
             with contextlib.suppress(_C.MachineError):  # known; more of them may be on their way
@@ -55,3 +60,14 @@ class LoadTracker:
         if torn and not self._to_load:
             self.context.engine.clear_torn()
             self._torn = ""
+
+    def _note_lost(self, part: object) -> None:
+        home = self.context.engine.home
+        was, self._lost = self._lost, {}
+        for unit, times, _ in home.lost_weights():
+            frozen: set[object] = {slot.index for slot in self.context.units[unit].parameters if not slot.trainable}
+            left = was.get((unit, times), frozen) - {part}
+            if left:
+                self._lost[unit, times] = left
+            else:
+                home.clear_lost_weights(unit)

@@ -229,6 +229,14 @@ class RunState:
                 f"weights and optimizer state of different steps: {torn}",
                 "load a checkpoint of both: model.load_state_dict and optimizer.load_state_dict",
             )
+        if not mends and (lost := self.context.engine.home.lost_weights()):
+            unit, _, why = lost[0]
+            more = f" and of {len(lost) - 1} more units" if len(lost) > 1 else ""
+            raise usage_error(
+                f"{what} of weights that the disk has kept",
+                f'frozen weights of "{self.context.units[unit].name}"{more} that it has lost: {why}',
+                "load these weights again: model.load_state_dict or noria.load",
+            )
 
     def require_loadable(self, what: str) -> None:
         """Raises UsageError if no values may be loaded now. A load may make a torn home whole."""

@@ -105,8 +105,9 @@ class Weights:
         self.run.require_consistent("a write to weights", mends=True)
         unit = self.context.slots[index].unit
         rests = self.engine.rest.has(unit)
+        self.engine.home.check_weights(unit)  # what asks to write often only reads
         self.engine.home.access_home(unit, not rests)
-        if rests:  # what asks to write often only reads, as torch.save does
+        if rests:
             self.run.tell_weight_write(unit)
         self._await_edits()
         self._written_views.add(index)
@@ -154,6 +155,8 @@ class Weights:
         with self.gathered.taken(units) as memory, self.run.materializing():
             complaints: list[HomeParameter] = []
             shared, num_open, num_before = "", self.engine.home.num_open(), len(self._before_materialize)
+            for unit in units:
+                self.engine.home.check_weights(unit)
             try:  # from here on an interrupt at any line closes the home again
                 with plainly():
                     self.engine.home.open_home(list(units), not read_only, memory)

@@ -155,14 +155,45 @@ TEST_P(Store, knows_records_as_torn_whose_mapped_writes_the_machine_has_lost) {
   made.read(2, memory.data());
   faults->fail_next(FileWay::write, EIO, 0);
   EXPECT_THROW(made.read(0, memory.data()), MachineError);
+  EXPECT_TRUE(made.loss(2).why.empty());
   for (int record = 0; record < 2; ++record) {  // whose writes were lost with it
+    EXPECT_EQ(made.loss(record).times, 1);
+    made.note_mapped_write(record);  // who says so may only read
     EXPECT_TRUE(tells(error_of([&] { made.read(record, memory.data()); }), "torn", EIO));
+    EXPECT_TRUE(tells(error_of([&] { made.check(record); }), "torn", EIO));
     std::memset(addresses->data() + (kPart * 2 * record).count, 5, static_cast<std::size_t>(kPart.count * 2));
-    made.note_mapped_write(record);
+    made.clear_torn(record);
     made.read(record, memory.data());
     EXPECT_TRUE(holds(memory, 5, kPart * 2));
   }
+  made.note_mapped_write(0);
+  faults->fail_next(FileWay::write, EIO, 0);
+  EXPECT_THROW(made.read(0, memory.data()), MachineError);
+  EXPECT_EQ(made.loss(0).times, 2);
   made.read(2, memory.data());
+}
+
+TEST_P(Store, compares_a_mapped_record_before_it_is_read_in_memory) {
+  for (const Bytes size : {kFileAlignment, kPart * 3, kPart * 40 + kFileAlignment}) {
+    FileStore made = store(2);
+    made.add_mapped(size);
+    made.reserve();
+    const auto addresses = std::make_shared<Arena>(Arena::of_addresses(size));
+    made.map(0, addresses, Bytes{0});
+    Arena whole(size);
+    made.check(0);  // nothing was read yet
+    made.read(0, whole.data());
+    made.check(0);
+    std::byte& last = addresses->data()[size.count - 1];
+    last = std::byte{1};
+    for (int again = 0; again < 2; ++again) {
+      EXPECT_NE(error_of([&] { made.check(0); }).find("checksum"), std::string::npos);
+    }
+    made.note_mapped_write(0);
+    made.check(0);  // no read has taken the checksums anew
+    made.read(0, whole.data());
+    made.check(0);
+  }
 }
 
 TEST_P(Store, reads_a_mapped_record_again_after_a_failure) {
