@@ -460,7 +460,7 @@ def _refuse_too_much(wrapped: Wrapped, planned: WrapPlan, free: Free) -> None:
     whole = [
         ("whole weights", sum(unit.weights for unit in context.units) if is_shared else 0),
         ("moments in fp32", moments * widening * shards if is_shared or widening > 1 else 0),
-        ("state that lay in files", context.plan.files.state_bytes * widening),
+        ("state that lay in files", context.plan.files.state_bytes * widening * shards),
         ("other whole state", others * shards if is_shared else 0),
     ]
     budget = context.plan.budgets.host
@@ -767,7 +767,8 @@ def unwrap(model: Any, optimizer: Optimizer | Sequence[Optimizer] | None = None)
 
     Raises:
         UsageError: if the model is not wrapped, or a model of the same wrap call is missing. Also inside a pass, and
-            while weights and optimizer state are of different steps. Once if weights were written on the device.
+            while weights and optimizer state are of different steps. Once if weights were written on the device. Also
+            if something lies in files, and host memory has no room for it. Nothing is changed then.
 
     Example:
         >>> model, optimizer = noria.wrap(model, optimizer)
@@ -799,6 +800,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped, *, takes_in_weights: bool 
     engine.updates.run_all_deferred()
     context.settle_units()
     engine.idle()
+    _refuse_copies(wrapped, takes_in_weights)
     held_back = {slot.index for slot in context.slots if engine.backward.is_held_back(slot.index)}
     if context.ranks is not None:
         held_back.clear()  # each rank has only a part of them
@@ -811,7 +813,6 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped, *, takes_in_weights: bool 
     values = {slot.index: wrapped.sync.values(slot) for slot in context.slots}
     states = [driver.plain() for driver in wrapped.drivers]
     if takes_in_weights and context.ranks is None:  # with ranks `values` are copies
-        context.files.refuse_copies(context.plan.files.weights_bytes)
         context.home.take_in_weights()
     for driver, state in zip(wrapped.drivers, states, strict=True):
         unfacade(driver.optimizer, state)
@@ -829,6 +830,19 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped, *, takes_in_weights: bool 
     wrapped.run.shutdown()
     context.home.let_go()
     _LIVE.discard(wrapped.run)
+
+
+def _refuse_copies(wrapped: Wrapped, takes_in_weights: bool) -> None:
+    """Raises UsageError if something lies in files, and memory has no room for what `unwrap` takes."""
+    context, sync = wrapped.context, wrapped.sync
+    weights = sum(sync.whole_bytes(slot, slot.dtype.itemsize) for slot in context.slots)
+    if takes_in_weights and context.ranks is None:
+        weights = context.plan.files.weights_bytes
+    try:
+        sync.refuse_copies(weights + sum(driver.plain_bytes() for driver in wrapped.drivers), "unwrap")
+    except BaseException:
+        wrapped.reads.begin()
+        raise
 
 
 @contextlib.contextmanager

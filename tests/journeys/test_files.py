@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import gc
@@ -16,12 +17,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import noria
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from noria import _C
+from noria.host.limits import Limit
 from noria.planning.endurance import endurance_text
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.testing import assert_same_bits, on_machine
@@ -30,7 +33,7 @@ from torch import nn
 
 from benchmarks.systems.by_noria import least_host_memory as least_host_memory_of
 from tests.device import DEVICE, NEEDS_FULL_HOST
-from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, adamw, go_on_here, loss_of
+from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, adamw, go_on_here, loss_of, state_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -117,6 +120,12 @@ def files_of(model: nn.Module) -> _C.FileHome:
     return files
 
 
+def only_free(num_bytes: int) -> contextlib.AbstractContextManager[Any]:
+    """Pretends that copies of these bytes, which lie in files, have room: beside it noria leaves 256 MiB free."""
+    limit = Limit("a limit of this test", "test", num_bytes + (256 << 20))
+    return mock.patch("noria.runtime.file_state.host_limits", return_value=[limit])
+
+
 def moved(model: nn.Module) -> dict[str, int]:
     wrapped_by(model).context.engine.idle()
     return {lane.lane: lane.num_ops for lane in noria.report(model).lanes if lane.lane in ("read", "write")}
@@ -173,6 +182,49 @@ def test_both_doors_have_the_same_bits(door, folder):
         train(*each, 0, 4)
     assert files_of(here[0]).door == door
     assert_alike(there, here)
+
+
+@pytest.mark.parametrize("window", [2, "auto"])
+@pytest.mark.parametrize("update", ["auto", "backward", "blocking"])
+def test_other_windows_have_the_bits_of_memory(update, window, folder):
+    """With "auto" the window has the whole model."""
+    there = wrapped(update=update, window=window)
+    with on_machine(hostility=HOSTILE):
+        here = wrapped(update=update, window=window, files=folder)
+    for each in (there, here):
+        train(*each, 0, 4)
+    plan = wrapped_by(here[0]).context.plan
+    assert plan.window == (2 if window == 2 else 0)
+    assert len(plan.files.sizes) >= 6 and moved(here[0])["read"] > 0
+    assert_alike(there, here)
+
+
+def test_units_are_drafted_beside_units_whose_state_lies_in_files(folder, monkeypatch):
+    monkeypatch.setattr("noria.model.layout.SLOTS_PER_ELEMENT", 0.5)  # else a log is larger than a record
+    there = wrapped()
+    policy: dict[str, Any] = {"device": DEVICE, "window": 3, "kernel": "fused", "files": folder, "draft_memory": 60_000}
+    memory = memory_to_draft(**policy)
+    faults = _C.RandomFileFaults(seed=3, short_answers=0.3, interruptions=0.1, max_delay_us=200)
+    with on_machine(hostility=HOSTILE, file_faults=faults):
+        here = wrapped(**policy, host_memory=memory)
+    for each in (there, here):
+        train(*each, 0, 3)
+        train(*each, 3, 6, micro_batches=2)  # the second one undoes the drafts behind the first
+    plan, drafts = wrapped_by(here[0]).context.plan, noria.report(here[0]).drafts
+    assert len(plan.files.sizes) >= 4 and len(plan.drafted) > 1
+    assert not plan.drafted & plan.files.sizes.keys()
+    assert drafts["kept"] > 0 and drafts["undone"] > 0 and moved(here[0])["read"] > 0
+    assert_alike(there, here)
+
+
+def memory_to_draft(**policy: Any) -> int:
+    """Returns some `host_memory` that has room for undo logs, but not for all moments."""
+    least, most = (least_host_memory(**{**policy, **more}) for more in ({"draft_memory": 0}, {"files": None}))
+    for memory in range((least + most) // 2, most, 4096):
+        with contextlib.suppress(noria.UsageError):  # what files leave free may be too little for logs
+            if len(noria.plan(*new(), **policy, host_memory=memory).drafted) > 1:
+                return memory
+    raise AssertionError("no memory for both")
 
 
 @pytest.mark.parametrize("update", ["auto", "blocking"])
@@ -350,6 +402,23 @@ def test_a_report_names_a_slow_disk_and_says_how_long_it_lasts(update, slow, fol
     assert report.advice == f"the disk limits the step: {plan.files.instead_text()}"
 
 
+@pytest.mark.parametrize("update", ["auto", "blocking"])
+def test_a_report_counts_what_the_disk_moves_through_host_memory(update, folder):
+    model, optimizer = wrapped(update=update, files=folder)
+    train(model, optimizer, 0, 6)
+    moved(model)
+    report = noria.report(model, host_memory_gib_s=1e-3)
+    assert report.bound is not None and report.files is not None
+    memory = report.bound.host_memory
+    in_files = wrapped_by(model).context.plan.files.file_bytes
+    assert memory.state_in_files == report.files.read + report.files.written >= 1.5 * in_files
+    assert memory.weights_in_files == report.files.read_weights == 0
+    assert memory.us == pytest.approx((memory.updated + memory.copied + memory.in_files) / 1024**3 * 1e9)
+    assert report.bound.limit == "host memory" and report.bound.bound_us >= memory.us
+    assert memory.bytes_per_parameter > 28 + 12  # two moments, nearly all of them in files
+    assert "by reads and writes of files" in str(report)
+
+
 def test_without_files_a_report_says_nothing_of_a_disk():
     model, optimizer = wrapped()
     train(model, optimizer, 0, 3)
@@ -476,6 +545,52 @@ def test_unwrap_gives_plain_tensors(dtype, folder):
         here[1].step()
 
 
+SHORT_MEMORY = [("8bit", None, 8), ("bf16", None, 8), ("fp32", torch.bfloat16, 10)]
+
+
+@pytest.mark.parametrize(("state_dtype", "dtype", "bytes_each"), SHORT_MEMORY)
+def test_unwrap_is_refused_without_room_for_moments_in_fp32_and_nothing_is_lost(state_dtype, dtype, bytes_each, folder):
+    there = wrapped(state_dtype=state_dtype, dtype=dtype)
+    here = wrapped(files=folder, state_dtype=state_dtype, dtype=dtype)
+    for each in (there, here):
+        train(*each, 0, 2)
+    plan = wrapped_by(here[0]).context.plan
+    copied = [unit for unit in plan.units if unit.index in plan.files.sizes or state_dtype != "fp32"]
+    needed = bytes_each * sum(slot.like.numel() for unit in copied for slot in unit.parameters)
+    assert needed > plan.files.state_bytes or state_dtype == "fp32"
+    with only_free(needed - 1), pytest.raises(noria.UsageError, match="copies of all that lies in files"):
+        noria.unwrap(*here)
+    assert noria.is_wrapped(here[0])
+    for each in (there, here):
+        train(*each, 2, 4)
+    with only_free(needed):
+        noria.unwrap(*here)
+    noria.unwrap(*there)
+    assert_same_bits(
+        {**there[0].state_dict(), **state_tensors(there[1])}, {**here[0].state_dict(), **state_tensors(here[1])}
+    )
+
+
+def test_a_state_dict_and_a_save_with_hooks_are_refused_without_room_for_floats_of_codes(folder):
+    model, optimizer = wrapped(files=folder / "run", state_dtype="8bit")
+    train(model, optimizer, 0, 2)
+    files = wrapped_by(model).context.plan.files
+    needed = 8 * sum(parameter.numel() for parameter in model.parameters())
+    needed += (len(files.sizes) - files.num_slots) * files.slot_bytes  # all codes are shown meanwhile
+    path = folder / "saved"
+    noria.save(path, model, optimizer)
+    saved = path.read_bytes()
+    optimizer.register_state_dict_post_hook(lambda *_: None)
+    for call in (optimizer.state_dict, lambda: noria.save(path, model, optimizer)):
+        with only_free(needed - 1), pytest.raises(noria.UsageError, match="copies of all that lies in files"):
+            call()
+        assert path.read_bytes() == saved
+        with only_free(needed):
+            call()
+        assert path.read_bytes() != saved or call == optimizer.state_dict
+        train(model, optimizer, 2, 3)  # what was shown ends
+
+
 def freeze_and_unfreeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.blocks[3].requires_grad_(False)
     train(model, optimizer, 0, 2)
@@ -583,9 +698,15 @@ def test_a_model_that_is_wrapped_again_has_files_again(dtype, folder):
 # ---- failures ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["read", "write"])
-@pytest.mark.parametrize("update", ["auto", "backward", "blocking"])
-def test_a_disk_that_fails_is_told_and_a_load_mends_it(update, way, folder):
+FAILURES = [
+    *((update, way, errno.EIO) for update in ("auto", "backward", "blocking") for way in ("read", "write")),
+    ("auto", "write", errno.ENOSPC),
+    ("backward", "write", errno.EDQUOT),
+]
+
+
+@pytest.mark.parametrize(("update", "way", "error"), FAILURES)
+def test_a_disk_that_fails_is_told_and_a_load_mends_it(update, way, error, folder):
     there = wrapped(update=update)
     faults = _C.RandomFileFaults()
     with on_machine(file_faults=faults):
@@ -593,10 +714,10 @@ def test_a_disk_that_fails_is_told_and_a_load_mends_it(update, way, folder):
     for each in (there, here):
         train(*each, 0, 2)
     saved = copy.deepcopy((there[0].state_dict(), there[1].state_dict()))  # torch would share the step counts
-    faults.fail_next(way, errno.EIO, 2)
-    with pytest.raises(Exception, match="Input/output error"):
+    faults.fail_next(way, error, 2)
+    with pytest.raises(Exception, match=os.strerror(error)):
         train(*here, 2, 5)
-    with pytest.raises(Exception, match=r"Input/output error|different steps|after each backward"):
+    with pytest.raises(Exception, match=f"{os.strerror(error)}|different steps|after each backward"):
         train(*here, 5, 6)
     torn = wrapped_by(here[0]).context.engine.torn()
     assert "broke off" in torn or (update, way) == ("backward", "read")  # what was read ahead in vain is read again

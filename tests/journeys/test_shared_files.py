@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
@@ -137,9 +138,38 @@ def goes_on(rank: int, size: int, way: str) -> None:
         noria.unwrap(*each)
 
 
+def short_of_memory(rank: int, size: int) -> None:
+    """What is copied is whole on each rank, in fp32, and both take it from one machine. Rank 1 alone sees the limit."""
+    folder = folder_of_all(rank)
+    there, here = wrapped(state_dtype="8bit"), wrapped(folder / "run", state_dtype="8bit")
+    for each in (there, here):
+        train(each, rank, 0, 2)
+    elements = sum(slot.shape.numel() for slot in wrapped_by(here[0]).context.slots)
+    parts = 8 * elements  # of both ranks together
+    calls = {
+        "unwrap": (lambda: noria.unwrap(*here), 2 * (4 + 8) * elements + parts),
+        "a state dict": (here[1].state_dict, 2 * 8 * elements + parts),
+        "a save": (lambda: noria.save(folder / "saved", *here), 8 * elements + parts),
+    }
+    for call, needed in calls.values():
+        seen = test_files.only_free(needed - 1) if rank == 1 else contextlib.nullcontext()
+        with seen, pytest.raises(noria.UsageError, match="copies of all that lies in files"):
+            call()
+    assert not (folder / "saved").exists()
+    with test_files.only_free(2 * calls["a save"][1]):
+        noria.save(folder / "saved", *here)
+    for each in (there, here):
+        train(each, rank, 2, 4)
+    assert_alike(there, here)
+    with test_files.only_free(2 * calls["unwrap"][1]):
+        noria.unwrap(*here)
+    noria.unwrap(*there)
+
+
 ACTS = {
     **{name: (like_memory, (name,)) for name in POLICIES},
     **{way: (goes_on, (way,)) for way in ("a file", "a folder")},
+    "short of memory": (short_of_memory, ()),
 }
 
 
@@ -157,6 +187,11 @@ def test_ranks_with_files_have_the_bits_of_ranks_without(found, name):
 @pytest.mark.parametrize("way", ["a file", "a folder"])
 def test_ranks_go_on_from_a_checkpoint_with_and_without_files(found, way):
     assert not found[way], found[way]
+
+
+@pytest.mark.parametrize("act", ["short of memory"])
+def test_all_ranks_refuse_copies_for_which_the_machine_of_one_has_no_room(found, act):
+    assert not found[act], found[act]
 
 
 def fails_on_rank_1(rank: int, size: int, way: str) -> str:

@@ -67,7 +67,8 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
 
     Raises:
         UsageError: if `load` would refuse the contents. The old file then stays. `load` reads plain values and tensors,
-            and runs no code from a file. Also while weights and optimizer state are of different steps.
+            and runs no code from a file. Also while weights and optimizer state are of different steps. Also if state
+            lies in files, it must be whole in memory, and there is too little.
 
     Example:
         >>> noria.save("run.pt", model, optimizer, step=100)

@@ -26,6 +26,7 @@ __all__ = [
     "check_fits",
     "empty_cache",
     "host_limits",
+    "machine_name",
     "margin_of",
     "min_over_ranks",
     "num_numa_nodes",
@@ -122,12 +123,17 @@ class Free:
     leaving: int = 0
 
 
-def probe_limits(device: torch.device, leaving: int = 0) -> Found:
+def machine_name() -> str:
+    """Returns a name that is the same in all processes on one machine."""
     boot = "".join(_lines(ROOT / "proc/sys/kernel/random/boot_id")[:1])
+    return f"{platform.node()} {boot}"
+
+
+def probe_limits(device: torch.device, leaving: int = 0) -> Found:
     is_launched = dist.is_available() and dist.is_initialized()
     beside = os.environ.get("LOCAL_WORLD_SIZE", "") if is_launched else ""  # torchrun's
     return Found(
-        f"{platform.node()} {boot}",
+        machine_name(),
         int(beside) if beside.isdigit() else 1,
         _device_memory(device) if device.type == "cuda" and torch.cuda.is_available() else None,
         tuple(host_limits()),

@@ -11,7 +11,7 @@ import torch
 from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.host.home import Home
-from noria.host.limits import host_limits, margin_of, tightest
+from noria.host.limits import Limit, host_limits, margin_of, tightest
 from noria.model.file_layout import STATE_SLOTS
 from noria.policy import format_bytes
 from noria.runtime.ledger import Ledger
@@ -119,12 +119,24 @@ class FileState:
             self._allow(unit)
         self._expect_slots()
 
-    def refuse_copies(self, num_bytes: int) -> None:
-        """Raises UsageError if host memory has no room for copies of these bytes, which lie in files."""
+    def bytes_to_show(self, num_units: int) -> int:
+        """Returns the bytes of memory that slots take, beside those that are there, if so many units are shown."""
+        files = self._home.files
+        return max(0, num_units - files.num_slots) * self._home.file_plan.slot_bytes if files else 0
+
+    def refuse_copies(self, num_bytes: int, together: int) -> None:
+        """Raises UsageError if host memory has no room for copies of all that lies in files.
+
+        Args:
+            num_bytes: what this process takes for them.
+            together: what all ranks on this machine take at once.
+        """
         refusal = _refusal_of_memory(
             num_bytes,
             "have copies of all that lies in files",
-            "save the run with noria.save, and load it into plain objects on a machine with more memory",
+            "free memory, or let torch.distributed.checkpoint.save write noria.sharded_state(model, optimizer), which "
+            "reads one unit after the other",
+            together,
         )
         if refusal is not None:
             raise refusal
@@ -169,20 +181,28 @@ class FileState:
 
     def _refusal_of(self, num_units: int) -> UsageError | None:
         """Returns the error that says why so many units cannot be shown at once, or None if they can."""
-        plan = self._home.file_plan
         return _refusal_of_memory(
-            (num_units - (self._home.files.num_slots if self._home.files else 0)) * plan.slot_bytes,
+            self.bytes_to_show(num_units),
             f"show the moments of {num_units} units that lie in files at once",
             "look at optimizer.state[parameter] for one parameter after the other",
         )
 
 
-def _refusal_of_memory(num_bytes: int, purpose: str, remedy: str) -> UsageError | None:
-    """Returns the error that says how much memory the host lacks, or None if it has enough."""
-    least = tightest(host_limits()) if num_bytes > 0 else None
-    if least is None or num_bytes <= least.free - margin_of(least.free):
+def _refusal_of_memory(num_bytes: int, purpose: str, remedy: str, together: int = 0) -> UsageError | None:
+    """Returns the error that says how much memory the host lacks, or None if it has enough.
+
+    `together`: what all ranks on this machine take at once, under the limits that they share.
+    """
+
+    def needed(limit: Limit) -> int:
+        return num_bytes if limit.is_own else max(num_bytes, together)
+
+    least = tightest([each for each in host_limits() if 0 < needed(each) > each.free - margin_of(each.free)])
+    if least is None:
         return None
-    return usage_error(f"free host memory of at least {format_bytes(num_bytes)}, to {purpose}", str(least), remedy)
+    others = ", by all ranks on this machine" if needed(least) > num_bytes else ""
+    size = format_bytes(needed(least))
+    return usage_error(f"free host memory of at least {size}{others}, to {purpose}", str(least), remedy)
 
 
 _REFUSAL = (

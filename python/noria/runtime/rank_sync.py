@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from noria._errors import UsageError, usage_error
+from noria.dist.ranks import raised_by_all
+from noria.host.limits import machine_name
 from noria.model.layout import HomeParameter
 from noria.runtime.context import Context
 
@@ -49,6 +51,27 @@ class RankSync:
             return part
         self.numbers(f'gather {what} of "{slot.name}"', ())
         return ranks.whole(slot, part, on_first=self._on_first is not None)
+
+    def whole_bytes(self, slot: HomeParameter, itemsize: int) -> int:
+        """Returns the bytes that this rank takes for what `whole` returns."""
+        ranks = self.context.ranks
+        is_here = ranks is not None and (self._on_first is None or ranks.rank == 0)
+        return slot.shape.numel() * itemsize if is_here else 0
+
+    def refuse_copies(self, num_bytes: int, call: str) -> None:
+        """Raises UsageError if host memory has no room for what this process takes to copy all that lies in files.
+
+        Does nothing if nothing lies there. Collective if ranks share the model: if one must raise, all do. Those on one
+        machine take their bytes at once.
+        """
+        if not self.context.plan.files.is_used:
+            return
+        ranks, together = self.context.ranks, num_bytes
+        if ranks is not None:
+            own = (zlib.crc32(machine_name().encode()), num_bytes)
+            together = sum(its for place, its in self.numbers(call, own) if place == own[0])
+        with raised_by_all([] if ranks is None else [ranks], call):
+            self.context.files.refuse_copies(num_bytes, together)
 
     def values(self, slot: HomeParameter) -> torch.Tensor:
         """Returns the whole working copy."""

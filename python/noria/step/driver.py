@@ -346,6 +346,10 @@ class StepDriver:
     def watch_state(self) -> None:
         self._state.watch()
 
+    def plain_bytes(self) -> int:
+        """Returns the bytes that `plain` takes, once all updates are finished."""
+        return self._state.copy_bytes(is_plain=True)
+
     def plain(self) -> dict[Any, Any]:
         """Returns the state as torch's optimizer keeps it: whole tensors in fp32, plus the low bits of the masters.
 

@@ -318,8 +318,7 @@ class HomeState:
 
         Collective if ranks share the model.
         """
-        self.settle(None)
-        self.context.files.refuse_copies(self.context.plan.files.state_bytes)
+        self.refuse_copies(is_plain=True)
         shown = dict(dict.items(self.shown))
         slots = [slot for slot in self.context.slots if isinstance(shown.get(slot.parameter), dict)]
         states: dict[int, dict[str, Any]] = {}
@@ -334,6 +333,45 @@ class HomeState:
         self.run.require_consistent("a look at optimizer.state")  # a write to a file may have failed since
         whole = whole_states(self.context, self.sync, states)
         return shown | {slot.parameter: whole[slot.index] for slot in slots}
+
+    def refuse_copies(self, *, is_plain: bool) -> None:
+        """Raises UsageError if state lies in files, and memory has no room for what `copy_bytes` counts.
+
+        Finishes all updates first. Collective if ranks share the model.
+        """
+        self.settle(None)
+        if self.context.plan.files.is_used:
+            self.sync.refuse_copies(self.copy_bytes(is_plain=is_plain), "copy the optimizer's state")
+
+    def copy_bytes(self, *, is_plain: bool) -> int:
+        """Returns the bytes of host memory that a copy of the state takes, beside the state itself.
+
+        Order: updates are finished, for the first one creates state.
+
+        Args:
+            is_plain: the copy is what `plain` returns. Else it is a state dict: state in files is shown, not copied,
+                and moments in bf16 stay as they are.
+        """
+        found = largest = 0
+        units: set[int] = set()
+        for parameter, values in dict.items(self.shown if is_plain else self.members.optimizer.state):
+            slot = self.context.slot_of.get(parameter)
+            if slot is None or not isinstance(values, dict):
+                continue
+            is_read = is_plain and self.context.files.has(slot.unit)
+            if self.context.files.has(slot.unit):
+                units.add(slot.unit)
+            sizes = [(2, slot.like.numel(), is_read or not slot.is_split)] if slot.has_master and values else []
+            for key, value in values.items():
+                if is_array(key, value) and key not in SCALES_KEY.values():
+                    widens = not value.is_floating_point() or (is_plain and value.dtype is torch.bfloat16)
+                    widens = widens and key in MOMENT_OF and self.dtype != "fp32"
+                    sizes.append((4 if widens else value.element_size(), value.numel(), widens or is_read))
+            for itemsize, count, is_copied in sizes:
+                whole = self.sync.whole_bytes(slot, itemsize)
+                found += whole + (itemsize * count if is_copied else 0)
+                largest = max(largest, whole)  # while a tensor is gathered, it is there twice
+        return found + largest + (0 if is_plain else self.context.files.bytes_to_show(len(units)))
 
     def with_low_bits(self, slot: HomeParameter, values: dict[str, Any], *, brings: bool = True) -> dict[str, Any]:
         """Returns a parameter's state plus the low bits of its master, if it has one. `brings` is as in `Masters`.

@@ -47,6 +47,7 @@ def state_dict(
     is_read = bool(has_hooks) or members.context.ranks is not None
     if unread is None or is_read:
         unread = None
+        home_state.refuse_copies(is_plain=False)
         home_state.look(None)
     else:
         home_state.settle(None)
