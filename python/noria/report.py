@@ -74,18 +74,30 @@ class PassReport:
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """Counts the bytes of an average step that go through host memory. Updates, fetches and drains share its bandwidth.
+    """Counts the bytes of an average step that go through host memory. All of them share its bandwidth.
 
     `updated`: bytes that updates read and write. For AdamW with fp32 moments and a bfloat16 model these are 26 for each
     parameter. `copied`: bytes between home and device, in both directions. On "cpu" they count twice, because the host
     both reads and writes them. Neither counts traffic between ranks, nor the memory that layers use on "cpu".
-    `parameters`: how many trained elements have their home on this rank.
+    `parameters`: how many trained elements have their home on this rank. `state_in_files`: bytes of state that the disk
+    writes to memory, for updates, and that it reads there behind them. `weights_in_files`: those that it writes there
+    for fetches. Checksums do not count: a cache holds the part that they read.
     """
 
     updated: float
     copied: float
     gib_s: float
     parameters: int
+    state_in_files: float = 0.0
+    weights_in_files: float = 0.0
+
+    @property
+    def in_files(self) -> float:
+        return self.state_in_files + self.weights_in_files
+
+    @property
+    def bytes(self) -> float:
+        return self.updated + self.copied + self.in_files
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -93,18 +105,19 @@ class HostMemory:
 
         AdamW with a bfloat16 model and a device that is not the CPU moves at most 32. The update moves 26, and each of
         two fetches and a drain moves 2. With `state_dtype="8bit"` the update moves 14.06. Drafts add 1. Frozen weights
-        and accumulation add more.
+        and accumulation add more. Two fp32 moments in files add 16.
         """
-        return (self.updated + self.copied) / max(self.parameters, 1)
+        return self.bytes / max(self.parameters, 1)
 
     @property
     def updated_us(self) -> float:
-        """Returns the time of `updated` if only the memory limits it."""
-        return self.updated / (self.gib_s * _GIB) * 1e6
+        """Returns the time of updates and of their state in files, if only the memory limits it."""
+        return (self.updated + self.state_in_files) / (self.gib_s * _GIB) * 1e6
 
     @property
     def copied_us(self) -> float:
-        return self.copied / (self.gib_s * _GIB) * 1e6
+        """Returns the time of copies and of their weights in files, likewise."""
+        return (self.copied + self.weights_in_files) / (self.gib_s * _GIB) * 1e6
 
     @property
     def us(self) -> float:
@@ -116,10 +129,11 @@ class FileUse:
     """Counts what an average step reads from files and writes to them, with what your own looks at moments take.
 
     Units: bytes and microseconds. The times are those in which the lane had an op under way. `read` counts state and
-    frozen weights, `read_us` only state.
+    frozen weights, `read_us` only state, `read_weights` only weights.
     """
 
     read: float
+    read_weights: float
     written: float
     read_us: float
     read_weights_us: float
@@ -308,9 +322,10 @@ class Report:
             )
             h = b.host_memory
             lines.append(
-                f"host memory: {format_bytes(round(h.updated + h.copied))} a step, {h.bytes_per_parameter:.1f} bytes "
-                f"for each trained parameter; {format_bytes(round(h.updated))} by updates and "
-                f"{format_bytes(round(h.copied))} by fetches and drains take {h.us / 1e3:.1f} ms at "
+                f"host memory: {format_bytes(round(h.bytes))} a step, {h.bytes_per_parameter:.1f} bytes "
+                f"for each trained parameter; {format_bytes(round(h.updated))} by updates"
+                + (f", {format_bytes(round(h.in_files))} by reads and writes of files" if h.in_files else "")
+                + f" and {format_bytes(round(h.copied))} by fetches and drains take {h.us / 1e3:.1f} ms at "
                 f"{h.gib_s:.1f} GiB/s, which they share"
             )
             if (f := self.files) and (line := endurance_text(f.read, f.written, b.step_us, f.num_folders)):
@@ -346,7 +361,7 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
         model: The wrapped model, or anything else that `wrap` was given, such as a list of stages.
         write_trace: False does not write the trace file, for callers that report many times a second. True writes it
             if the policy asks for one.
-        host_memory_gib_s: GiB/s that host memory reads and writes. Updates, fetches and drains share it. None: the
+        host_memory_gib_s: GiB/s that host memory reads and writes. Updates, copies and the disk share it. None: the
             first report after a step measures it, once per process. That takes some tenths of a second. Meanwhile it
             takes 64 MiB, or twice the size of the caches if that is more. Beyond 64 MiB it takes a quarter of the free
             memory at most.
@@ -473,6 +488,7 @@ def _file_use(wrapped: Wrapped, sums: dict[str, int]) -> FileUse | None:
     read, weights, write = (wrapped.context.engine.statistics.file_stats(lane) for lane in lanes)
     return FileUse(
         read=(read["bytes"] + weights["bytes"]) / steps,
+        read_weights=weights["bytes"] / steps,
         written=write["bytes"] / steps,
         read_us=read["busy_us"] / steps,
         read_weights_us=weights["busy_us"] / steps,
@@ -491,6 +507,8 @@ def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None, files: F
         sums["copied"] / steps * (2 if wrapped.context.device.type == "cpu" else 1),
         measured_gib_s() if gib_s is None else gib_s,
         sum(slot.like.numel() for unit in wrapped.context.units for slot in unit.parameters if slot.trainable),
+        0.0 if files is None else files.read - files.read_weights + files.written,
+        0.0 if files is None else files.read_weights,
     )
     measured = per_step | {"host_copies_us": host.copied_us, "host_updates_us": host.updated_us}
     measured |= dict.fromkeys(("read_us", "write_us", "all_reads_us"), 0.0)
