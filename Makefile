@@ -71,7 +71,8 @@ test-modules: all
 
 # clang-tidy, the C++ tests plain and under the sanitizers, then the Python tests, the long ones too, with new examples.
 # Each day it runs another third of the cases that `make test` leaves out, and of all cases on the pretend GPU. SHARE=1/1
-# runs all of them. Ranks that are forked have one hash seed. Some tests of ranks run again with ranks that have their own.
+# runs all of them. Tests that are marked `daily` run all their cases each day. Ranks that are forked have one hash seed.
+# Some tests of ranks run again with ranks that have their own.
 SHARE ?= $(shell expr $$(date +%s) / 86400 % 3 + 1)/3
 test-all: tidy googletest sanitize test-modules
 	$(BIN)/python $(PYTEST) -m "" --share=$(SHARE) --hypothesis-profile=new --durations=40

@@ -1,6 +1,6 @@
 """What all tests share: the `gpu` marker skips by name, saying what is missing; `sampled` leaves most cases of a test
-to `make test-all`, which runs a share of them; `one_thread` for models compared to the bit, and so small that threads
-would only wait for each other."""
+to `make test-all`, which runs a share of them; it runs all cases of a test that is `daily`; `one_thread` for models
+compared to the bit, and so small that threads would only wait for each other."""
 
 import contextlib
 import gc
@@ -79,7 +79,7 @@ def outside_share(items, nth, of, of_all):
     """Of a test with fewer than `of` such cases one is left each time."""
     cases = defaultdict(list)
     for item in items:
-        if of_all or is_left_out(item):
+        if (of_all or is_left_out(item)) and not item.get_closest_marker("daily"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for each in cases.values():
         step = min(of, len(each))

@@ -2,7 +2,7 @@
 //
 //     update_vectors write FILE            what this machine's updates make of the samples
 //     update_vectors compare FILE [SET]    does each instruction set (or SET) make the same? One line for each.
-//     update_vectors adafactor [SET]       a checksum of what updates of Adafactor make of samples
+//     update_vectors adafactor [SET]       checksums of what updates of Adafactor make of samples
 //
 // Each case is a rule, a master and a format of moments. The samples are all combinations of special values as p, m, v
 // and gradient, random bits, and edges: values for which an operation of the rule gives a result just below 2^-126. See
@@ -456,42 +456,73 @@ int compare(const std::string& path, const std::string& wanted) {
 
 // ---- adafactor -----------------------------------------------------------------------------------------------------
 
-// Returns floats with random bits, whose magnitudes are between 2^-30 and 2^2: no sum is a NaN.
-std::vector<float> usual_values(std::size_t count, std::uint32_t seed) {
+// Kinds of values, as std::fpclassify names them.
+struct Kind {
+  int number;
+  const char* name;
+};
+constexpr std::array<Kind, 4> kKinds{
+    {{FP_NORMAL, "usual"}, {FP_SUBNORMAL, "tiny"}, {FP_INFINITE, "infinite"}, {FP_NAN, "not a number"}}};
+
+// Returns floats with random bits. Usual ones have magnitudes between 2^-30 and 2^2, so that no sum overflows. One in
+// 300 is infinite, or not a number, if that is the kind. Tiny ones are zeros, denormals, the smallest normals, and
+// floats whose squares are denormals or next to 2^-126.
+std::vector<float> values_of(const Kind& kind, std::size_t count, std::uint32_t seed) {
   std::mt19937 random(seed);
   std::vector<float> values(count);
   for (float& value : values) {
-    const auto bits = static_cast<std::uint32_t>(random());
-    value = std::bit_cast<float>((bits & 0x807fffffu) | ((97u + (bits >> 23) % 32u) << 23));
+    const auto bits = static_cast<std::uint32_t>(random()), exponent = bits >> 23;
+    const std::uint32_t sign = bits & 0x80000000u, fraction = bits & 0x7fffffu;
+    value = std::bit_cast<float>(sign | (97u + exponent % 32u) << 23 | fraction);
+    const auto choice = static_cast<std::uint32_t>(random());
+    if (kind.number == FP_SUBNORMAL) {
+      constexpr std::uint32_t kRoot = 64u << 23;  // 2^-63
+      const std::array<std::uint32_t, 5> tiny{0u, fraction, 1u << 23 | fraction, kRoot + fraction % 7u - 4u,
+                                              (52u + exponent % 12u) << 23 | fraction};
+      value = std::bit_cast<float>(sign | tiny.at(choice % tiny.size()));
+    } else if (kind.number == FP_INFINITE && choice % 300 == 0) {
+      value = std::bit_cast<float>(sign | 0x7f800000u);
+    } else if (kind.number == FP_NAN && choice % 300 == 0) {
+      value = std::numeric_limits<float>::quiet_NaN();
+    }
   }
   return values;
 }
 
-// FNV-1a, of the bytes.
-template <class Element>
-void add(std::uint64_t& sum, const std::vector<Element>& values) {
-  const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
-  for (std::size_t i = 0; i < values.size() * sizeof(Element); ++i) sum = (sum ^ bytes[i]) * 0x100000001b3u;
-}
+// What has come out of updates: FNV-1a of its bytes, in which one NaN is like any other, and how many values of each
+// kind there are.
+struct Outcome {
+  std::uint64_t checksum = 0xcbf29ce484222325u;
+  std::map<int, std::size_t> counts;  // by number of a kind
 
-std::uint64_t checksum_of_adafactor(const std::string& set) {
+  void add(const std::vector<float>& values) {
+    for (const float value : values) {
+      ++counts[std::fpclassify(value)];
+      const auto bits = std::bit_cast<std::uint32_t>(value == value ? value : std::numeric_limits<float>::quiet_NaN());
+      for (int shift = 0; shift < 32; shift += 8) checksum = (checksum ^ ((bits >> shift) & 0xffu)) * 0x100000001b3u;
+    }
+  }
+};
+
+// Four steps of parameters of several shapes.
+Outcome updated_by_adafactor(const Kind& of_parameter, const Kind& of_gradient, const std::string& set) {
   struct Shape {
     std::int64_t num_matrices, num_rows, num_columns;
     bool is_matrix;
   };
   const std::vector<Shape> shapes{{1, 70, 2100, true}, {5, 9, 33, true}, {1, 200, 3, true}, {1, 1, 5000, false}};
-  std::uint64_t sum = 0xcbf29ce484222325u;
+  Outcome outcome;
   std::uint32_t seed = 0;
   for (const Shape& shape : shapes) {
     for (const bool is_split : {false, true}) {
       const auto count = static_cast<std::size_t>(shape.num_matrices * shape.num_rows * shape.num_columns);
-      std::vector<float> master = usual_values(count, ++seed);
+      std::vector<float> master = values_of(of_parameter, count, ++seed);
       std::vector<std::uint16_t> working(count), low(count), narrow;
       split_master(master.data(), working.data(), low.data(), count);
       std::vector<float> by_row(static_cast<std::size_t>(shape.num_matrices * shape.num_rows));
       std::vector<float> by_column(count / static_cast<std::size_t>(shape.is_matrix ? shape.num_rows : 1));
       for (std::int64_t step = 1; step <= 4; ++step) {
-        const std::vector<float> gradient = usual_values(count, ++seed);
+        const std::vector<float> gradient = values_of(of_gradient, count, ++seed);
         narrow.clear();
         for (const float each : gradient) narrow.push_back(high_half(each));
         UpdateJob job;
@@ -501,22 +532,32 @@ std::uint64_t checksum_of_adafactor(const std::string& set) {
         job.gradient = is_split ? static_cast<const void*>(narrow.data()) : gradient.data();
         UpdatePiece& piece = job.pieces.emplace_back();
         piece.count = static_cast<std::int64_t>(count);
-        UpdateHyper hyper{.lr = 0.019, .eps = 0x1p-23, .weight_decay = 0.13};
+        // The smaller eps lets factors of tiny gradients grow without a limit.
+        UpdateHyper hyper{.lr = 0.019, .eps = step < 3 ? 0x1p-23 : 0x1p-100, .weight_decay = 0.13};
         hyper.factor = step == 3 ? 0.3 : 1.0;
         piece.scalars = update_scalars(job.rule, hyper, step);
         piece.factored = {shape.num_matrices, shape.num_rows, shape.num_columns,
                           shape.is_matrix ? by_row.data() : nullptr, by_column.data()};
         check(job);
         FactoredUpdate().run(job, for_each_here, [] {}, set);
+        if (is_split) join_master(working.data(), low.data(), master.data(), count);
+        for (const auto* values : {&master, &by_row, &by_column}) outcome.add(*values);
       }
-      add(sum, master);
-      add(sum, working);
-      add(sum, low);
-      add(sum, by_row);
-      add(sum, by_column);
     }
   }
-  return sum;
+  return outcome;
+}
+
+// Prints a line for each two kinds. Throws if none of the values that come out are of a kind.
+void print_adafactor(const std::string& set) {
+  for (const Kind& of_parameter : kKinds) {
+    for (const Kind& of_gradient : kKinds) {
+      Outcome outcome = updated_by_adafactor(of_parameter, of_gradient, set);
+      const std::string name = std::string(of_parameter.name) + " parameter, " + of_gradient.name + " gradient";
+      NORIA_INVARIANT(outcome.counts[of_gradient.number] > 0, "no result is of the gradient's kind: " + name);
+      std::cout << name << ": " << std::hex << outcome.checksum << std::dec << "\n";
+    }
+  }
 }
 
 }  // namespace
@@ -533,7 +574,7 @@ int main(int count, char** arguments) {
     return noria::compare(words[1], words.size() == 3 ? words[2] : "");
   }
   if (!words.empty() && words.size() <= 2 && words[0] == "adafactor") {
-    std::cout << std::hex << noria::checksum_of_adafactor(words.size() == 2 ? words[1] : "") << "\n";
+    noria::print_adafactor(words.size() == 2 ? words[1] : "");
     return 0;
   }
   std::cerr << "expected: write FILE, compare FILE [SET], or adafactor [SET]\n";
