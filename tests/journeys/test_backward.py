@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.device import DEVICE, NEEDS_FULL_HOST
 from tests.journeys.pairs import (
+    BLOCKS,
     HOSTILE,
     OPTIMIZERS,
     VOCAB,
@@ -1076,14 +1077,25 @@ def test_schedules_change_their_rate_between_steps_and_not_between_backward_and_
         optimizer.step()
 
 
-def test_an_update_by_torch_that_raises_leaves_the_home_torn(monkeypatch):
-    model, optimizer = wrapped(optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2))
+class Repeating(Net):
+    """Runs its first block a second time in vain. So its update waits for the end of the backward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens)
+        self.blocks[0](self.embed(tokens))
+        return logits
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_update_by_torch_that_raises_leaves_the_home_torn(monkeypatch, last):
+    model, optimizer = wrapped(optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2), model=Repeating)
     saved = weights_of(model)
     functional = sys.modules["torch.optim.adagrad"]
     calls, own = itertools.count(), functional.adagrad
+    broken = BLOCKS + 1 if last else 2
 
     def breaks(*args: Any, **kwargs: Any) -> None:
-        if next(calls) == 2:
+        if next(calls) == broken:
             raise ValueError("an update broke")
         own(*args, **kwargs)
 

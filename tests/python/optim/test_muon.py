@@ -1,7 +1,8 @@
 """Muon's fused update: torch's matrix products between two elementwise ends, which are as exact as torch's.
 
-An update is compared with its parts, bit by bit. The ends are compared with fp64, with the bar of test_accuracy.py: the
-root mean square error is at most 1.0 times that of torch's operators. Seeded mistakes must not pass.
+An update is compared with its parts, bit by bit. The ends are compared with fp64, with the bar of test_accuracy.py:
+after 10 and 200 steps the root mean square error is at most 1.0 times, the largest error at most 1.5 times that of
+torch's operators. Seeded mistakes must not pass.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from noria import _C
 from noria.model.update_rules import rule_of
 from torch.optim import _muon
 
+from tests.python.optim.test_accuracy import errors, meets_the_bar
 from tests.python.optim.units import any_floats, bf16, decoded, encoded, split, widened
 
 HYPER: dict[str, Any] = {
@@ -157,48 +159,89 @@ def test_a_mistake_between_the_ends_is_seen(mistake):
 # ---- the two ends against fp64 ---------------------------------------------------------------------------------------
 
 
-def rms(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(values.astype(np.float64) ** 2)))
+SNAPSHOTS = (10, 200)
 
 
-def momentum_of(start: Any, gradients: list[Any], share: float, lerp: Callable[..., Any]) -> Any:
-    moment = start
-    for gradient in gradients:
-        moment = lerp(moment, gradient, share)
-    return moment
+def of_many_sizes(shape: tuple[int, int]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """A parameter, and gradients whose elements have sizes of their own; step s reads gradient s % 8."""
+    rng = np.random.default_rng(20)
+    scale = (10.0 ** rng.uniform(-6, -1, shape)).astype(np.float32)
+    start = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
+    return start, [rng.standard_normal(shape, dtype=np.float32) * scale for _ in range(8)]
 
 
 @pytest.mark.parametrize("momentum", [0.95, 0.3, 0.0])
 @pytest.mark.parametrize("mistake", [0.0, 1e-6])
-def test_momentum_is_as_close_to_fp64_as_torchs(mistake, momentum):
-    start, gradients = inputs_of(SHAPES["chunks"])
-    side = Matrix(start)
-    hyper = {**HYPER, "momentum": momentum + mistake}
-    for number, gradient in enumerate(gradients):
-        side.job(gradient, number + 1, hyper).run()
-    zeros = np.zeros(start.shape)
-    share = 1 - momentum
-    exact = momentum_of(zeros, gradients, share, lambda m, g, share: m + share * (g.astype(np.float64) - m)).ravel()
-    tensors = [torch.from_numpy(gradient) for gradient in gradients]
-    theirs = momentum_of(torch.zeros(start.shape), tensors, share, torch.lerp).numpy().ravel()
-    assert (rms(side.moment() - exact) <= rms(theirs - exact)) == (not mistake)
+def test_momentum_is_as_close_to_fp64_as_torchs_after_10_and_200_steps(mistake, momentum):
+    """Both what is kept, and what the products are made of: by Nesterov, the next value."""
+    start, gradients = of_many_sizes(SHAPES["chunks"])
+    side, share = Matrix(start), 1 - momentum
+    kept, theirs, towards = np.zeros(start.shape), torch.zeros(start.shape), np.empty_like(start)
+    for step in range(1, max(SNAPSHOTS) + 1):
+        g = gradients[step % len(gradients)]
+        piece = side.piece(scalars_of("muon_momentum", {**HYPER, "momentum": momentum + mistake}, step))
+        arrays = side.arrays(master=towards)
+        _C.UpdateJob("muon_momentum", [piece], arrays, gradient=g.ctypes.data).run()
+        kept += share * (g.astype(np.float64) - kept)
+        theirs.lerp_(torch.from_numpy(g), share)
+        if step in SNAPSHOTS:
+            ahead, exact = torch.from_numpy(g).lerp(theirs, momentum).numpy(), g + momentum * (kept - g)
+            ours = side.moment().reshape(start.shape)
+            meets = meets_the_bar(ours, theirs.numpy(), kept), meets_the_bar(towards, ahead, exact)
+            assert all(meets) == (not mistake)
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_step_is_as_close_to_fp64_as_torchs(weight_decay, is_wrong):
-    """Without decay, both sides show nothing but how p was rounded: see test_adafactor.py."""
-    start, gradients = inputs_of(SHAPES["chunks"])
-    p, u, lr = start.ravel().copy(), gradients[0].ravel(), 2e-2
+def test_step_is_as_close_to_fp64_as_torchs_after_10_and_200_steps(weight_decay, is_wrong):
+    start, _ = of_many_sizes(SHAPES["chunks"])
+    rng, lr = np.random.default_rng(0), 2e-2
+    ours, theirs, exact = start.copy(), torch.from_numpy(start.copy()), start.astype(np.float64)
     scalars = scalars_of("muon_step", {**HYPER, "lr": lr * (1 + 1e-5 * is_wrong), "weight_decay": weight_decay})
-    arrays = _C.UnitArrays(master=p.ctypes.data)
-    _C.UpdateJob("muon_step", [(0, p.size, scalars)], arrays, gradient=u.ctypes.data).run()
-    before = start.ravel().astype(np.float64)
-    exact = before * (1 - lr * weight_decay) - lr * u.astype(np.float64)
-    theirs = torch.from_numpy(start.ravel().copy()).mul_(1 - lr * weight_decay).add_(torch.from_numpy(u), alpha=-lr)
-    by_chance = 0.0 if weight_decay else 3 / (2 * p.size) ** 0.5
-    meets = rms(p - exact) <= (1 + by_chance) * rms(theirs.numpy() - exact)
-    assert meets == (not is_wrong)
+    for step in range(1, max(SNAPSHOTS) + 1):
+        u = rng.standard_normal(start.shape, dtype=np.float32)
+        arrays = _C.UnitArrays(master=ours.ctypes.data)
+        _C.UpdateJob("muon_step", [(0, ours.size, scalars)], arrays, gradient=u.ctypes.data).run()
+        theirs.mul_(1 - lr * weight_decay).add_(torch.from_numpy(u), alpha=-lr)
+        exact = exact * (1 - lr * weight_decay) - lr * u.astype(np.float64)
+        if step in SNAPSHOTS:
+            assert meets_the_bar(ours, theirs.numpy(), exact) == (not is_wrong)
+
+
+def orthogonal_in_fp64(matrix: np.ndarray, num_steps: int) -> np.ndarray:
+    """What torch's products make in bf16."""
+    a, b, c = HYPER["ns_coefficients"]
+    x = (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T) / np.linalg.norm(matrix)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if x.shape == matrix.shape else x.T
+
+
+@pytest.mark.parametrize("name", ["square", "wide"])
+def test_whole_updates_have_no_larger_errors_than_torchs_after_10_and_200_steps(name):
+    """Products in bf16 make nearly all of the error, and are the same. A momentum that rounds to bf16 the other way
+    changes the rms error by 1 % at most, to either side: docs/exactness.md. An iteration less must be seen."""
+    start, gradients = of_many_sizes(SHAPES[name])
+    side, parameter = Matrix(start), torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer = torch.optim.Muon([parameter], **copy.deepcopy(HYPER))
+    moment, exact, wrong = np.zeros(start.shape), start.astype(np.float64), start.astype(np.float64)
+    lr, momentum = HYPER["lr"], HYPER["momentum"]
+    adjusted = _muon._adjust_lr(lr, HYPER["adjust_lr_fn"], torch.Size(start.shape))
+    for step in range(1, max(SNAPSHOTS) + 1):
+        g = gradients[step % len(gradients)]
+        side.job(g, step).run()
+        parameter.grad = torch.from_numpy(g.copy())
+        optimizer.step()
+        moment += (1 - momentum) * (g.astype(np.float64) - moment)
+        ahead = g + momentum * (moment - g)
+        for p, num_steps in ((exact, HYPER["ns_steps"]), (wrong, HYPER["ns_steps"] - 1)):
+            p *= 1 - lr * HYPER["weight_decay"]
+            p -= adjusted * orthogonal_in_fp64(ahead, num_steps)
+        if step in SNAPSHOTS:
+            ours, theirs = side.value().reshape(start.shape), parameter.detach().numpy()
+            assert errors(ours, exact)[1] <= 1.5 * errors(theirs, exact)[1]
+            assert errors(wrong, exact)[1] > 1.5 * errors(theirs, exact)[1]
 
 
 def test_moments_in_fewer_bits_are_unbiased():
