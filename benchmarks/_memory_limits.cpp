@@ -1,8 +1,8 @@
 // What memory allows, without arithmetic: the loops that benchmarks/adamw.py measures beside the kernels. Compiled by
 // it for the machine at hand (-O3 -march=native), and called by ctypes.
 //
-// `rmw_*` touch what AdamW touches, in the same order of addresses: every array of the state is read and written, the
-// gradient is read. `triad` is STREAM's a = b + s * c; its stores read the lines they write, so it moves 16 bytes.
+// `move_lines` reads and writes the arrays of a way, in the same order of addresses, and changes none of their values.
+// `triad` is STREAM's a = b + s * c; its stores read the lines they write, so it moves 16 bytes.
 #include <cstddef>
 #include <cstdint>
 #include <thread>
@@ -10,10 +10,11 @@
 
 namespace {
 
-using u16 = std::uint16_t;
-using u32 = std::uint32_t;
-
 constexpr std::size_t kChunk = 64 * 1024;
+
+// What memory moves at once. Of an array with elements of n bytes, 64 elements are n lines.
+using Line [[gnu::vector_size(64)]] = std::uint64_t;
+constexpr std::size_t kElements = 64;
 
 // Threads take chunks in turn, so that they walk through memory together, as the pool does.
 template <class Work>
@@ -30,26 +31,39 @@ void in_chunks(std::size_t count, int num_threads, Work work) {
   for (std::thread& thread : threads) thread.join();
 }
 
+enum How : int { kRead, kWritten, kChanged };
+
+// Is 0, which no compiler knows: a line that is changed keeps its value, but is written.
+volatile std::uint64_t nothing = 0;
+
 }  // namespace
 
 extern "C" {
 
-void rmw_fp32(u32* __restrict p, u32* __restrict m, u32* __restrict v, const u32* __restrict g, std::size_t count,
-              int num_threads) {
-  in_chunks(count, num_threads, [=](std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i) {
-      const u32 x = g[i];
-      p[i] ^= x, m[i] ^= x, v[i] ^= x;
-    }
-  });
-}
+struct Stream {
+  Line* lines;
+  int bytes_of_element;
+  How how;
+};
 
-void rmw_split(u16* __restrict high, u16* __restrict low, u32* __restrict m, u32* __restrict v, const u16* __restrict g,
-               std::size_t count, int num_threads) {
+// Streams that are read come first. `count`: a multiple of kElements.
+void move_lines(const Stream* streams, int num_streams, std::size_t count, int num_threads) {
   in_chunks(count, num_threads, [=](std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i) {
-      const u16 x = g[i];
-      high[i] ^= x, low[i] ^= x, m[i] ^= x, v[i] ^= x;
+    const Line none = Line{} + nothing;
+    for (std::size_t i = begin / kElements; i < end / kElements; ++i) {
+      Line seen{};
+      for (int number = 0; number < num_streams; ++number) {
+        const Stream stream = streams[number];
+        const auto size = static_cast<std::size_t>(stream.bytes_of_element);
+        Line* lines = stream.lines + i * size;
+        if (stream.how == kRead) {
+          for (std::size_t j = 0; j < size; ++j) seen |= lines[j] & none;
+        } else if (stream.how == kWritten) {
+          for (std::size_t j = 0; j < size; ++j) lines[j] = seen;
+        } else {
+          for (std::size_t j = 0; j < size; ++j) lines[j] |= seen;
+        }
+      }
     }
   });
 }

@@ -2,9 +2,12 @@
 
 Every rule of the fused kernels, on fp32 and on split masters, with one thread and with more: as an update, as a draft,
 which can be undone, as the undo of a draft, and as a draft that is redone with another factor. AdamW with moments in
-bf16 and 8 bits too; torch.optim.AdamW, fused and foreach; and two loops without arithmetic,
-compiled for this machine: a read-modify-write of AdamW's bytes, which is the limit, and STREAM's triad. All take turns
-in one process, on memory of the same kind.
+bf16 and 8 bits too, also with a factor on the gradient, as clipping has it; torch.optim.AdamW, fused and foreach. All
+take turns in one process, on memory of the same kind.
+
+Each way has a limit of its own: a loop without arithmetic, compiled for this machine, that reads and writes the same
+arrays as the way. It runs in the same round. The share of the limit is the median of the rounds' ratios. STREAM's triad
+runs, too.
 
 --deepspeed installs DeepSpeed into an environment of its own, and measures its CPU Adam as
 ZeRO-Offload calls it against AdamW with a split master, which does the same job: scaled gradients in, a bf16 working
@@ -23,7 +26,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import _common
 import _deepspeed
@@ -34,7 +37,20 @@ from noria.model.layout import SLOTS_PER_ELEMENT
 HERE = Path(__file__).resolve().parent
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1}
 
-Way = tuple[int, Callable[[], Any]]  # bytes read and written, and what to measure
+# How a loop without arithmetic moves an array; see _memory_limits.cpp.
+READ, WRITTEN, CHANGED = range(3)
+# What each way does to the undo log.
+LOGS = {"update": None, "draft": WRITTEN, "undo": READ, "second draft": WRITTEN, "redo": READ}
+
+
+class Way(NamedTuple):
+    num_bytes: int  # read and written
+    work: Callable[[], Any]
+    limit: str | None  # the way whose time is the limit
+
+
+class Stream(ctypes.Structure):
+    _fields_ = (("lines", ctypes.c_void_p), ("bytes_of_element", ctypes.c_int), ("how", ctypes.c_int))
 
 
 class Memory:
@@ -46,6 +62,7 @@ class Memory:
         self.own = self._arrays()
         self.log_size = (count, _C.num_undo_blocks(count), int(count * SLOTS_PER_ELEMENT))
         self.log = self._tensor(torch.uint8, 0, _C.undo_log_bytes(*self.log_size))
+        self.log_of_limits = self._tensor(torch.uint8, 0)
         self.masters, self.moments = self._floats(), (self._floats(), self._floats())  # for others
         self.gradient, self.half_gradient = self._floats(), self._halves()
         self.gradient.normal_(std=1e-3)
@@ -80,30 +97,71 @@ class Memory:
     def _halves(self) -> torch.Tensor:
         return self._tensor(torch.int16, 0x3A83)  # 1e-3 in bf16
 
-    def job(self, rule: str, is_split: bool, factor: float = 1.0, state: str = "fp32") -> Any:
-        masters = ("working", "low") if is_split else ("master",)
-        moments = ("m", "v")[: MOMENTS[rule]]
+    def names(self, rule: str, is_split: bool, state: str) -> dict[str, str]:
+        """The arrays of masters and moments: by the field of UnitArrays, the name."""
         kind = " of sgd_momentum" if rule == "sgd_momentum" else "" if state == "fp32" else f" {state}"
+        masters = ("working", "low") if is_split else ("master",)
+        return {name: name for name in masters} | {name: f"{name}{kind}" for name in "mv"[: MOMENTS[rule]]}
 
-        def addresses(arrays: dict[str, torch.Tensor]) -> Any:
-            found = {name: arrays[name].data_ptr() for name in masters}
-            found |= {name: arrays[f"{name}{kind}"].data_ptr() for name in moments}
-            if state == "8bit":
-                found |= {f"{name}_scales": arrays[f"{name}_scales"].data_ptr() for name in moments}
-            return _C.UnitArrays(**found, state=state)
-
+    def job(self, rule: str, is_split: bool, factor: float = 1.0, state: str = "fp32") -> Any:
+        names = self.names(rule, is_split, state)
+        if state == "8bit":
+            names |= {f"{name}_scales": f"{name}_scales" for name in "mv"[: MOMENTS[rule]]}
+        addresses = {field: self.own[name].data_ptr() for field, name in names.items()}
         scalars = _C.update_scalars(rule, 30, lr=1e-3, weight_decay=1e-2, momentum=0.9, factor=factor)
-        gradient = self.half_gradient if is_split else self.gradient
-        pieces = [(0, self.count, scalars)]
-        return _C.UpdateJob(rule, pieces, addresses(self.own), gradient=gradient.data_ptr())
+        arrays, pieces = _C.UnitArrays(**addresses, state=state), [(0, self.count, scalars)]
+        return _C.UpdateJob(rule, pieces, arrays, gradient=self.gradient_for(is_split).data_ptr())
+
+    def gradient_for(self, is_split: bool) -> torch.Tensor:
+        return self.half_gradient if is_split else self.gradient
+
+    def streams(self, rule: str, is_split: bool, state: str, log: int | None) -> list[Stream]:
+        """What a way moves, without the scales of codes and the log's exceptions. `log`: how its bytes are moved."""
+        moved = [(self.own[name], CHANGED) for name in self.names(rule, is_split, state).values()]
+        moved += [(self.gradient_for(is_split), READ)] + ([] if log is None else [(self.log_of_limits, log)])
+        moved.sort(key=lambda each: each[1])
+        return [Stream(tensor.data_ptr(), tensor.itemsize, how) for tensor, how in moved]
 
 
-def noria_ways(memory: Memory, pool: Any) -> dict[str, Way]:
-    """The ways of one kind run in the order in which training runs them: a draft is redone or undone once."""
+class Limits:
+    """The loops without arithmetic, on the arrays of the ways."""
+
+    def __init__(self, memory: Memory, num_threads: int) -> None:
+        self._memory, self._sizes = memory, (ctypes.c_size_t(memory.count), ctypes.c_int(num_threads))
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "limits.so"
+            flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
+            source = [str(HERE / "_memory_limits.cpp"), "-o", str(library)]
+            subprocess.run([os.environ.get("CXX", "c++"), *flags, *source], check=True)
+            self._loops = ctypes.CDLL(str(library))
+
+    def way(self, streams: list[Stream]) -> Way:
+        moved = sum(each.bytes_of_element * (2 if each.how == CHANGED else 1) for each in streams)
+        array, number = (Stream * len(streams))(*streams), ctypes.c_int(len(streams))
+        return Way(moved * self._memory.count, lambda: self._loops.move_lines(array, number, *self._sizes), limit=None)
+
+    def triad(self) -> Way:
+        arrays = (self._memory.masters, *self._memory.moments)
+        addresses = [ctypes.c_void_p(array.data_ptr()) for array in arrays]
+        return Way(16 * self._memory.count, lambda: self._loops.triad(*addresses, *self._sizes), limit=None)
+
+
+def noria_ways(memory: Memory, pool: Any, limits: Limits) -> dict[str, Way]:
+    """The ways of one kind run in the order in which training runs them: a draft is redone or undone once. Before them
+    run their limits, if no other kind of as many bytes has had them."""
     ways: dict[str, Way] = {}
 
-    def add(name: str, what: str, **kind: Any) -> None:
-        update, other = memory.job(**kind), memory.job(**kind, factor=0.5)
+    def limit_of(rule: str, is_split: bool, state: str, log: int | None) -> str:
+        moments = f"{MOMENTS[rule]} {state} moments" if MOMENTS[rule] else "no moments"
+        what = {None: "", WRITTEN: ", log written", READ: ", log read"}[log]
+        name = f"limit {'split' if is_split else 'fp32'}, {moments}{what}"
+        if name not in ways:
+            ways[name] = limits.way(memory.streams(rule, is_split, state, log))
+        return name
+
+    def add(rule: str, is_split: bool, state: str = "fp32", is_clipped: bool = False) -> None:
+        base = 0.5 if is_clipped else 1.0
+        update, other = (memory.job(rule, is_split, factor, state) for factor in (base, base / 2))
         draft = update.drafting(memory.log.data_ptr(), *memory.log_size)
         jobs = {
             "update": (update, "update"),
@@ -112,23 +170,22 @@ def noria_ways(memory: Memory, pool: Any) -> dict[str, Way]:
             "second draft": (draft, "draft"),
             "redo": (other.redoing(draft), "update"),
         }
-        for way, (job, verb) in jobs.items():
-            ways[f"{name} {way}{what}"] = (job.bytes, functools.partial(_run, pool, job, verb))
+        what = ("" if state == "fp32" else f", {state} moments") + (", clipped" if is_clipped else "")
+        names = list(jobs)[: 2 if is_clipped else None]
+        limit = {name: limit_of(rule, is_split, state, LOGS[name]) for name in names}
+        for name in names:
+            job, verb = jobs[name]
+            work = functools.partial(_run, pool, job, verb)
+            ways[f"{rule} {'split' if is_split else 'fp32'} {name}{what}"] = Way(job.bytes, work, limit[name])
 
     for rule in MOMENTS:
         for is_split in (False, True):
-            add(f"{rule} {'split' if is_split else 'fp32'}", "", rule=rule, is_split=is_split)
+            add(rule, is_split)
     for state in ("bf16", "8bit"):
         for is_split in (False, True):
-            add(
-                f"adamw {'split' if is_split else 'fp32'}",
-                f", {state} moments",
-                rule="adamw",
-                is_split=is_split,
-                state=state,
-            )
-    clipped = memory.job("adamw", True, 0.5)
-    ways["adamw split update, clipped"] = (clipped.bytes, functools.partial(_run, pool, clipped, "update"))
+            add("adamw", is_split, state)
+    for state in ("fp32", "bf16", "8bit"):
+        add("adamw", True, state, is_clipped=True)
     return ways
 
 
@@ -143,57 +200,34 @@ def torch_ways(memory: Memory) -> dict[str, Way]:
     for name in ("fused", "foreach"):
         optimizer = torch.optim.AdamW([parameter], lr=1e-3, **{name: True})
         optimizer.step()
-        ways[f"torch AdamW {name} fp32"] = (28 * memory.count, optimizer.step)
+        ways[f"torch AdamW {name} fp32"] = Way(28 * memory.count, optimizer.step, "limit fp32, 2 fp32 moments")
     return ways
-
-
-def limits(memory: Memory, num_threads: int) -> dict[str, Way]:
-    """See _memory_limits.cpp."""
-    library = Path(tempfile.mkdtemp()) / "limits.so"
-    compiler = os.environ.get("CXX", "c++")
-    flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([compiler, *flags, str(HERE / "_memory_limits.cpp"), "-o", str(library)], check=True)
-    loops = ctypes.CDLL(str(library))
-    count, threads = ctypes.c_size_t(memory.count), ctypes.c_int(num_threads)
-
-    def call(name: str, *arrays: torch.Tensor) -> Callable[[], Any]:
-        addresses = [ctypes.c_void_p(array.data_ptr()) for array in arrays]
-        return lambda: getattr(loops, name)(*addresses, count, threads)
-
-    own = memory.own
-    return {
-        "limit fp32": (28 * memory.count, call("rmw_fp32", own["master"], own["m"], own["v"], memory.gradient)),
-        "limit split": (
-            26 * memory.count,
-            call("rmw_split", own["working"], own["low"], own["m"], own["v"], memory.half_gradient),
-        ),
-        "triad": (16 * memory.count, call("triad", memory.masters, *memory.moments)),
-    }
 
 
 def measure(count: int, threads: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Raw seconds, and the summary: billions of parameters a second, GB/s, and the share of the limit."""
     memory, pool = Memory(count), _C.HostOptimizer(threads)
     torch.set_num_threads(threads)
-    ways = limits(memory, threads) | noria_ways(memory, pool) | torch_ways(memory)
+    limits = Limits(memory, threads)
+    ways = {"triad": limits.triad()} | noria_ways(memory, pool, limits) | torch_ways(memory)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         memory.renew()
-        for name, (_, work) in ways.items():
-            taken = _common.seconds(work)
+        for name, way in ways.items():
+            taken = _common.seconds(way.work)
             if number:
                 times[name].append(taken)
     pool.close()
-    summary = {}
-    for name, (num_bytes, _) in ways.items():
-        limit = "limit split" if "split" in name else "limit fp32"
+    summary: dict[str, Any] = {}
+    for name, (num_bytes, _, limit) in ways.items():
         best, usual = min(times[name]), median(times[name])
-        shares = [a / ways[limit][0] * num_bytes / b for a, b in zip(times[limit], times[name], strict=True)]
         summary[name] = {
             "gparam_s": {"best": count / best / 1e9, "median": count / usual / 1e9},
             "gb_s": {"best": num_bytes / best / 1e9, "median": num_bytes / usual / 1e9},
-            "share_of_limit": {"best": min(times[limit]) / ways[limit][0] * num_bytes / best, "pairs": median(shares)},
         }
+        if limit is not None:
+            share = _common.paired_ratio(times[limit], times[name])["of_pairs"]
+            summary[name] |= {"limit": limit, "share_of_limit": share}
     return times, summary
 
 
@@ -254,12 +288,11 @@ def main() -> int:
                 f"{found['gparam_s']['median']:.2f}",
                 f"{found['gb_s']['best']:.1f}",
                 f"{found['gb_s']['median']:.1f}",
-                f"{found['share_of_limit']['best']:.2f}",
-                f"{found['share_of_limit']['pairs']:.2f}",
+                f"{found['share_of_limit']:.2f}" if "limit" in found else "",
             ]
             for name, found in summary[key].items()
         ]
-        columns = ["", "Gparam/s best", "median", "GB/s best", "median", "of limit, best", "pairs"]
+        columns = ["", "Gparam/s best", "median", "GB/s best", "median", "of its limit"]
         _common.show(f"{count >> 20} Mi parameters, {key}", columns, rows)
         if args.deepspeed:
             key += ", beside DeepSpeed"
@@ -278,12 +311,9 @@ def main() -> int:
     }
     _common.Result("adamw", samples, summary, settings | ended).write(args, began)
     key = f"{args.threads[-1]} threads"
-    shares = {
-        way: summary[key][f"adamw split {way}"]["share_of_limit"]["pairs"]
-        for way in ("update", "draft", "undo", "redo")
-    }
+    shares = {way: summary[key][f"adamw split {way}"]["share_of_limit"] for way in ("update", "draft", "undo", "redo")}
     told = ", ".join(f"{way} {share:.2f}" for way, share in shares.items())
-    print(f"verdict: AdamW, split, with {key}, share of the memory limit: {told}")
+    print(f"verdict: AdamW, split, with {key}, share of their limits by memory: {told}")
     return 0
 
 

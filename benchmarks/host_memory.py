@@ -114,7 +114,7 @@ def main() -> int:
     rounds = args.rounds or (2 if args.quick else 7)
     began = _common.hardware()
     memory, pool = Memory((args.params or (4 if args.quick else 64)) * MIB), _C.HostOptimizer(threads)
-    job = memory.job("adamw", is_split=True, is_draft=False)
+    job = memory.job("adamw", is_split=True)
     found, ends = copies(args.device, (args.mib or (16 if args.quick else 256)) * MIB)
     ways: dict[str, tuple[int, Start]] = {UPDATE: (job.bytes, lambda: pool.submit(job).wait_passed)} | found
     combinations = TOGETHER + (OF_KERNELS if args.device == "cuda" else [])

@@ -73,7 +73,7 @@ def child(rounds: int, steps: int, count: int) -> dict[str, dict[str, list[float
     model = GPT(GPTConfig(num_layers=4, vocab_size=1024))
     tokens = torch.randint(0, 1024, (2, 128))
     memory = Memory(count)
-    job = memory.job("adamw", True, False)
+    job = memory.job("adamw", is_split=True)
     budgets = budgets_of(torch.get_num_threads())
 
     def compute() -> None:
@@ -154,7 +154,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, help="processes of each policy")
     parser.add_argument("--rounds", type=int, default=2, help="of all cases in a process")
     args = parser.parse_args()
-    turns, steps, count = args.turns or (1 if args.quick else 3), 5, 16 << 20
+    turns = args.turns or (1 if args.quick else 3)
+    steps, count = (2, 1 << 20) if args.quick else (5, 16 << 20)
     began = _common.hardware()
     budgets = budgets_of(torch.get_num_threads())
     samples: dict[str, Any] = {policy: {"step_s": {}, "updated_per_s": {}} for policy in POLICIES}
