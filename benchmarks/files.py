@@ -8,6 +8,9 @@
              its writes take them. "slots" is the memory that records pass through, in pages of 2 MiB if the kernel
              gives them; "scattered" has no two pages side by side.
     sweep    the door alone, over depths and sizes of its parts
+    checksums  noria's checksum on one core beside a plain read and memcpy: of 16 KiB in the first cache, and of a
+             record in memory, part by part as the door takes it. In turns with the door, which reads and writes at
+             once. Its speed over the checksum's is the share of its time for which one core takes checksums.
     step     steps of a chain of equal layers whose moments lie in files, at the disk's speed, at 1/2 and at 1/4 of it,
              in turns with the same chain without files. Compute is paced: at the disk's own speed it takes as long as
              the disk.
@@ -35,9 +38,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
+import functools
 import itertools
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -147,6 +153,56 @@ def sweep(args: argparse.Namespace, folder: Path) -> None:
     _common.show(f"GiB/s of the door {kind}, {args.file_bytes / 4 / GIB:.3g} GiB each way", ["", *DIRECTIONS], rows)
     settings = {"rounds": args.rounds, "file_bytes": args.file_bytes // 4, "record": args.record, "door": kind}
     _common.Result("files_sweep", samples, summary, settings).write(args, began)
+
+
+# ---- checksums ----
+
+# As CMakeLists.txt has them for csrc/base/checksum.cpp.
+CHECKSUM_FLAGS = ["-std=c++20", "-O3", "-funroll-loops", "-ffp-contract=off", "-DNDEBUG", "-shared", "-fPIC"]
+FIRST_CACHE = 16 << 10
+
+
+def checksum_loops() -> ctypes.CDLL:
+    """See _checksum_speed.cpp."""
+    sources = [str(_common.ROOT / name) for name in ("csrc/base/checksum.cpp", "benchmarks/_checksum_speed.cpp")]
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "checksums.so"
+        command = [os.environ.get("CXX", "c++"), *CHECKSUM_FLAGS, f"-I{_common.ROOT / 'csrc'}", *sources]
+        subprocess.run([*command, "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))
+
+
+def checksums(args: argparse.Namespace, folder: Path) -> None:
+    began, traffic = _common.hardware(), Traffic(args.file_bytes, args.record)
+    memory, loops = Memory(traffic.record), checksum_loops()
+    disk = Door(folder, traffic, memory)
+    places = {
+        "in the first cache": (FIRST_CACHE, traffic.record // FIRST_CACHE, 0),
+        "over memory": (traffic.part, traffic.record // traffic.part, traffic.part),
+    }
+    kinds = {"checksum": loops.checksums, "read": loops.reads, "memcpy": loops.copies}
+    addresses = ctypes.c_void_p(memory.to_read), ctypes.c_void_p(memory.to_write)
+    ways: dict[str, tuple[int, Callable[[], Any]]] = {
+        f"{kind} {where}": (size * count, functools.partial(loop, *addresses, *map(ctypes.c_size_t, place)))
+        for where, place in places.items()
+        for size, count, _ in [place]
+        for kind, loop in kinds.items()
+    }
+    ways["disk"] = (traffic.bytes_of("both"), disk._both)
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(args.rounds):
+        for name in ways if number % 2 else reversed(ways):
+            num_bytes, work = ways[name]
+            samples[name].append(num_bytes / GIB / _common.seconds(work))
+    pairs = zip(samples["disk"], samples["checksum over memory"], strict=True)
+    summary: dict[str, Any] = {"gib_s": {name: ranged(values) for name, values in samples.items()}}
+    summary["share of a core"] = ranged([disk_gib_s / gib_s for disk_gib_s, gib_s in pairs])
+    rows = [[name, shown(found)] for name, found in summary["gib_s"].items()]
+    _common.show(f"GiB/s of one core, and of the disk by {disk.name}", ["", "GiB/s"], rows)
+    print(f"while the disk reads and writes, checksums take {shown(summary['share of a core'])} of one core")
+    settings = {**vars(traffic), "rounds": args.rounds, "first_cache": FIRST_CACHE, "flags": CHECKSUM_FLAGS}
+    settings |= {"door": disk.name, "notes": disk.notes}
+    _common.Result("files_checksums", samples, summary, settings).write(args, began)
 
 
 # ---- steps ----
@@ -407,6 +463,7 @@ def largest(args: argparse.Namespace, folder: Path) -> None:
 PARTS: dict[str, Callable[[argparse.Namespace, Path], None]] = {
     "door": door,
     "sweep": sweep,
+    "checksums": checksums,
     "step": step,
     "frozen": frozen,
     "rival": rival,

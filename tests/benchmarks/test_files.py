@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import sys
@@ -96,6 +97,34 @@ def test_the_sweep_has_all_depths_and_sizes(folder, monkeypatch):
     result = run(monkeypatch, "sweep", "--file-bytes", "16MiB", "--folder", folder, folder / "result.json")
     assert len(result["summary"]) == 9
     assert all(found[direction]["median"] > 0 for found in result["summary"].values() for direction in DIRECTIONS)
+
+
+def test_checksums_are_measured_beside_a_read_and_memcpy(folder, monkeypatch):
+    result = run(monkeypatch, "checksums", "--file-bytes", "16MiB", "--folder", folder, folder / "result.json")
+    found = result["summary"]["gib_s"]
+    kinds = itertools.product(("in the first cache", "over memory"), ("checksum", "read", "memcpy"))
+    assert list(found) == [*(f"{kind} {where}" for where, kind in kinds), "disk"]
+    assert all(len(taken) == 2 and min(taken) > 0 for taken in result["samples"].values())
+    samples = result["samples"]
+    shares = [disk / each for disk, each in zip(samples["disk"], samples["checksum over memory"], strict=True)]
+    assert result["summary"]["share of a core"]["high"] == pytest.approx(max(shares))
+
+
+def test_what_is_measured_is_a_checksum_of_all_bytes():
+    loops = files.checksum_loops()
+    memory = bytearray(range(256)) * 16
+    begin = (ctypes.c_char * len(memory)).from_buffer(memory)
+    loops.checksums.restype = loops.copies.restype = ctypes.c_uint64
+    sizes = [ctypes.c_size_t(each) for each in (1024, 4, 1024)]
+    found = set()
+    for at in (None, 0, 1023, 1024, 4095):
+        if at is not None:
+            memory[at] ^= 1
+        found.add(loops.checksums(begin, None, *sizes))
+    assert len(found) == 5
+    to = ctypes.create_string_buffer(len(memory))
+    loops.copies(begin, to, *sizes)
+    assert to.raw == bytes(memory)
 
 
 @pytest.mark.rest
