@@ -203,7 +203,8 @@ def test_units_are_drafted_beside_units_whose_state_lies_in_files(folder, monkey
     monkeypatch.setattr("noria.model.layout.SLOTS_PER_ELEMENT", 0.5)  # else a log is larger than a record
     there = wrapped()
     policy: dict[str, Any] = {"device": DEVICE, "window": 3, "kernel": "fused", "files": folder, "draft_memory": 60_000}
-    memory = memory_to_draft(**policy)
+    least, most = (least_host_memory(**{**policy, **more}) for more in ({"draft_memory": 0}, {"files": None}))
+    memory = (least + most) // 2
     faults = _C.RandomFileFaults(seed=3, short_answers=0.3, interruptions=0.1, max_delay_us=200)
     with on_machine(hostility=HOSTILE, file_faults=faults):
         here = wrapped(**policy, host_memory=memory)
@@ -215,16 +216,6 @@ def test_units_are_drafted_beside_units_whose_state_lies_in_files(folder, monkey
     assert not plan.drafted & plan.files.sizes.keys()
     assert drafts["kept"] > 0 and drafts["undone"] > 0 and moved(here[0])["read"] > 0
     assert_alike(there, here)
-
-
-def memory_to_draft(**policy: Any) -> int:
-    """Returns some `host_memory` that has room for undo logs, but not for all moments."""
-    least, most = (least_host_memory(**{**policy, **more}) for more in ({"draft_memory": 0}, {"files": None}))
-    for memory in range((least + most) // 2, most, 4096):
-        with contextlib.suppress(noria.UsageError):  # what files leave free may be too little for logs
-            if len(noria.plan(*new(), **policy, host_memory=memory).drafted) > 1:
-                return memory
-    raise AssertionError("no memory for both")
 
 
 @pytest.mark.parametrize("update", ["auto", "blocking"])

@@ -383,6 +383,9 @@ def make_plan(
     if policy.files and not optimizers:
         raise usage_error("an optimizer in the call that names files=", "none", "give it in the same call")
     room = left_for_drafts(budgets, free, 0, staging_bytes(device))
+    if policy.files:  # more lies there, so that undo logs that were asked for have room
+        logs = sum(undo_log_needs(kernels, ()).values())
+        room = max(room - min(budgets.drafts or 0, logs), 0)
     candidates: list[tuple[Ring | None, bool]] = []
     for has_files in [False, True] if policy.files else [False]:
         rings = gradient_rings(parts, units, has_files) if policy.update == "backward" else [None]
