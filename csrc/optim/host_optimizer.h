@@ -31,21 +31,19 @@
 
 namespace noria {
 
-/// Returns how many threads a pool has by default, of `hardware` hardware threads on `cores` cores. Beside a device it
-/// leaves some free for the launching thread, autograd's thread and the lanes' threads. Each of these wakes for
-/// microseconds, and the device waits for it.
+/// Returns how many threads a pool has by default, of `hardware` hardware threads on `cores` cores: one for each core.
+/// One hardware thread is left to the launching thread. Beside a device four are left, also for autograd's thread and
+/// those of lanes. Each of these wakes for microseconds, and the device waits for it.
 inline int chosen_threads(int hardware, int cores, bool is_beside_device) {
-  constexpr int kLeftToLaunch = 4;
-  if (!is_beside_device) return std::max(1, hardware - 1);
-  return std::max({1, cores / 2, std::min(cores, hardware - kLeftToLaunch)});
+  const int left = is_beside_device ? 4 : 1;
+  const int least = is_beside_device ? cores / 2 : 1;
+  return std::max({1, least, std::min(cores, hardware - left)});
 }
 
 struct HostOptimizerOptions {
-  /// 0 means: all hardware threads of the process but one, which is left for the launching thread.
-  ///
-  /// Beside a CUDA device, 0 means one thread for each core of `numa_node` (-1: of all nodes); hardware threads that
-  /// share a core count once. Four hardware threads are left free for the threads that launch, but the pool keeps at
-  /// least half of the cores.
+  /// 0 means: one thread for each core of `numa_node` (-1: of all nodes); hardware threads that share a core count
+  /// once. One hardware thread is left free for the launching thread. Beside a CUDA device four are left, but the pool
+  /// keeps at least half of the cores.
   int num_threads = 0;
   bool is_beside_device = false;
   int numa_node = -1;  // the node of the pool's threads: TBB binds them if it can (libtbbbind). The home uses it too

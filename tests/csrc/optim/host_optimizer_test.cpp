@@ -612,7 +612,8 @@ TEST(HostOptimizer, FlushingOfDenormalsDoesNotLeakOut) {
 }
 
 TEST(HostOptimizer, ChosenThreadsLeaveSomeToThoseThatLaunch) {
-  EXPECT_EQ(chosen_threads(16, 8, false), 15);
+  EXPECT_EQ(chosen_threads(16, 8, false), 8);
+  EXPECT_EQ(chosen_threads(8, 8, false), 7);
   EXPECT_EQ(chosen_threads(1, 1, false), 1);
   EXPECT_EQ(chosen_threads(64, 32, true), 32);  // one on each core: hardware threads are left
   EXPECT_EQ(chosen_threads(16, 16, true), 12);
