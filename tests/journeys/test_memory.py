@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import noria
 import pytest
@@ -18,6 +19,7 @@ from noria.wrapped import wrapped_by
 from noria.testing import on_machine
 from torch import nn
 
+from benchmarks.systems.by_noria import least_host_memory
 from tests.device import DEVICE
 
 settings = json.loads(sys.argv[1])
@@ -26,14 +28,20 @@ torch.set_num_threads(1)
 def resident():
     gc.collect()
     _C.return_freed_memory()  # what torch has given back to malloc it does not use
-    return psutil.Process().memory_info().rss
+    process = psutil.Process()
+    # Slots have two addresses. Their pages count once in the pss, and twice in the rss.
+    return process.memory_full_info().pss if settings["files"] else process.memory_info().rss
 
 def wrapped(width, depth):
     dtype = torch.bfloat16 if settings["bfloat16"] else None
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
     optimizer = torch.optim.AdamW(model.parameters())
+    policy = dict(device=DEVICE, window=2, units=[nn.Linear], kernel=settings["kernel"], dtype=dtype)
+    if settings["files"]:
+        policy["files"] = settings["files"]
+        policy["host_memory"] = least_host_memory(model, optimizer, **policy)
     with on_machine(hostility={"seed": 1, "poison": True}):  # so that the device's memory is all touched
-        noria.wrap(model, optimizer, device=DEVICE, window=2, units=[nn.Linear], kernel=settings["kernel"], dtype=dtype)
+        noria.wrap(model, optimizer, **policy)
     for _ in range(3):
         model(torch.ones(4, width, dtype=dtype)).square().mean().backward()
         optimizer.step()
@@ -49,6 +57,7 @@ print(json.dumps({
     "growth": resident() - before,
     "device": sum(row.taken for row in rows if row.place == "cpu"),
     "host": sum(row.taken for row in rows if row.place == "host"),
+    "files": sum(row.taken for row in rows if row.place == "files"),
     "agrees": all(row.planned == row.taken for row in rows),
     "elements": sum(p.numel() for p in model.parameters()),
 }))
@@ -103,13 +112,23 @@ PER_ELEMENT = {("torch", False): 16, ("fused", False): 16, ("torch", True): 16, 
 )
 @pytest.mark.cpu_only("the pretend device's memory is the process's own")
 def test_the_process_grows_by_its_ledger(kernel, bfloat16, width, depth):
-    found = measured(kernel=kernel, bfloat16=bfloat16, width=width, depth=depth)
+    found = measured(kernel=kernel, bfloat16=bfloat16, width=width, depth=depth, files=None)
     growth = found["growth"] - found["device"]
     assert found["agrees"]
     assert abs(growth - found["host"]) <= 0.02 * found["host"] + 64 * MIB, found
     scratch = 4 * width * (width + 1) if (kernel, bfloat16) == ("torch", True) else 0
     padding = 1 << 12
     assert 0 <= found["host"] - scratch - PER_ELEMENT[kernel, bfloat16] * found["elements"] <= padding * depth, found
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.cpu_only("the pretend device's memory is the process's own")
+def test_the_process_grows_by_its_ledger_while_state_lies_in_files(bfloat16):
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        found = measured(kernel="fused", bfloat16=bfloat16, width=1024, depth=24, files=folder)
+    assert found["agrees"]
+    assert abs(found["growth"] - found["device"] - found["host"]) <= 0.02 * found["host"] + 64 * MIB, found
+    assert found["files"] >= 8 * found["elements"] > 128 * MIB
 
 
 @pytest.mark.cpu_only("the pretend device's memory is the process's own")
