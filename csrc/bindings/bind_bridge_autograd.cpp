@@ -119,8 +119,10 @@ void bind_home(py::module_& m) {
   py::class_<EngineHome>(m, "EngineHome")
       .def(
           "access_home",
-          [](const EngineHome& self, std::int32_t unit, bool write) { self->access_home(UnitId(unit), write); },
-          py::arg("unit"), py::arg("write"), NoGil())
+          [](const EngineHome& self, std::int32_t unit, bool write, bool frozen) {
+            self->access_home(UnitId(unit), write, frozen);
+          },
+          py::arg("unit"), py::arg("write"), py::arg("frozen") = true, NoGil())
       .def(
           "access_state",
           [](const EngineHome& self, std::int32_t unit, bool writes, bool holds) {
@@ -130,8 +132,11 @@ void bind_home(py::module_& m) {
       .def(
           "release_states", [](const EngineHome& self) { self.engine().release_states(); }, NoGil())
       .def(
-          "check_weights", [](const EngineHome& self, std::int32_t unit) { self.engine().check_weights(UnitId(unit)); },
-          py::arg("unit"), NoGil())
+          "check_weights",
+          [](const EngineHome& self, std::int32_t unit, bool awaits_writes) {
+            self.engine().check_weights(UnitId(unit), awaits_writes);
+          },
+          py::arg("unit"), py::arg("awaits_writes"), NoGil())
       .def("lost_weights",
            [](const EngineHome& self) {
              std::vector<std::tuple<std::int32_t, int, std::string>> found;
@@ -149,8 +154,10 @@ void bind_home(py::module_& m) {
       .def(
           "open_home",
           [](const EngineHome& self, const std::vector<std::int32_t>& units, bool write,
-             const std::vector<std::int64_t>& shown) { self->open_home(unit_ids(units), pointers(shown), write); },
-          py::arg("units"), py::arg("write"), py::arg("shown") = std::vector<std::int64_t>(), NoGil())
+             const std::vector<std::int64_t>& shown,
+             bool frozen) { self->open_home(unit_ids(units), pointers(shown), write, frozen); },
+          py::arg("units"), py::arg("write"), py::arg("shown") = std::vector<std::int64_t>(), py::arg("frozen") = true,
+          NoGil())
       .def(
           "close_home",
           [](const EngineHome& self, std::size_t before, bool write) { self->home().close(before, write); },

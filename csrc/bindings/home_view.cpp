@@ -13,7 +13,8 @@ namespace noria {
 
 bool HomeView::is_open(UnitId unit) const { return std::find(open_.begin(), open_.end(), unit) != open_.end(); }
 
-void HomeView::open(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write) {
+void HomeView::open(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write,
+                    bool writes_frozen) {
   NORIA_INVARIANT(shown.size() == (parts_.is_shared ? units.size() : 0),
                   "memory for whole weights, or a home that has them");
   if (parts_.engine.phase()) {
@@ -37,7 +38,7 @@ void HomeView::open(const std::vector<UnitId>& units, const std::vector<std::byt
   for (std::size_t i = 0; i < units.size(); ++i) {
     const UnitId unit = units[i];
     try {
-      parts_.engine.access_home(unit, write);
+      parts_.engine.access_home(unit, write, writes_frozen);
     } catch (...) {  // for example, an update failed: closes what this call has opened
       close(num_open, write);
       throw;

@@ -19,7 +19,7 @@ class HomeView {
   /// Makes the parameters of these units show the home. If ranks share the home, no rank holds a whole unit: the
   /// parameters then show `shown`, one address for each unit. The caller fills that memory, and takes the changes from
   /// it.
-  void open(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write);
+  void open(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write, bool writes_frozen);
   /// Closes what has been opened since `num_open` returned `before`; nothing, if an interrupt came before that.
   void close(std::size_t before, bool write);
   bool is_open(UnitId unit) const;

@@ -86,18 +86,19 @@ std::vector<std::vector<double>> TorchBridge::sum_gradients(std::vector<std::pai
   return engine_.sum_gradients(std::move(jobs), parts_.current_stream());
 }
 
-void TorchBridge::open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write) {
+void TorchBridge::open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write,
+                            bool frozen) {
   backwards_.forget_failed();
   visits_.end_lone_pass();
   if (!write) raise_lost_writes();
   for (const UnitId unit : units) rest_.look(unit, write, home_.is_open(unit));
-  home_.open(units, shown, write);
+  home_.open(units, shown, write, frozen);
 }
 
-void TorchBridge::access_home(UnitId unit, bool write_weights) {
+void TorchBridge::access_home(UnitId unit, bool write_weights, bool writes_frozen) {
   if (!write_weights) raise_lost_writes();
   rest_.look(unit, write_weights, home_.is_open(unit));
-  engine_.access_home(unit, write_weights);
+  engine_.access_home(unit, write_weights, writes_frozen);
 }
 
 void TorchBridge::set_asleep(bool asleep) {

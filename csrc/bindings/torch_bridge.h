@@ -70,9 +70,9 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   void hold_all(const UnitMap<std::byte*>& held) { engine_.hold_all(held, parts_.current_stream()); }
   void hold_unreduced(const UnitMap<std::byte*>& memory) { engine_.hold_unreduced(memory, parts_.current_stream()); }
   /// As HomeView::open, once a pass that is over has ended.
-  void open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write);
+  void open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write, bool frozen);
   /// As Engine::access_home. If it only reads, it raises lost writes first.
-  void access_home(UnitId unit, bool write_weights);
+  void access_home(UnitId unit, bool write_weights, bool writes_frozen);
   /// Raises UsageError, once, if weights were written on the device. Blocks until that is known.
   void raise_lost_writes() { storages_.raise_late_writes(/*waits=*/true); }
   void close();

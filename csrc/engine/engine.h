@@ -134,22 +134,24 @@ class Engine {
 
   // ---- the home, seen from outside ----
   /// Blocks until no op still reads or writes what the caller asks for. `write_weights`: the caller changes working
-  /// copy and state now, so every device copy becomes stale.
-  void access_home(UnitId unit, bool write_weights);
+  /// copy and state now, so every device copy becomes stale. `writes_frozen`: also of frozen weights.
+  void access_home(UnitId unit, bool write_weights, bool writes_frozen = true);
   /// For a unit whose state lies in a file: blocks until the state has memory, and the caller may read it. `writes`:
   /// and write it. `holds`: until `release_states`; else until the state of other units needs the memory. Call
   /// `access_home` before.
   void access_state(UnitId unit, bool writes, bool holds);
   /// State in files is not held any more.
   void release_states();
-  /// The caller reads the unit's weights at home. If they lie in a file, compares them with their checksums. Blocks.
-  void check_weights(UnitId unit);
+  /// The caller reads the unit's weights at home. If they lie in a file, compares them with their checksums. If they
+  /// were written since their last fetch, there is nothing to compare: `awaits_writes` waits until that is in the file.
+  /// Blocks.
+  void check_weights(UnitId unit, bool awaits_writes);
   struct LostWeights {
     UnitId unit;
-    int times;  // that writes of them were lost
+    int times;  // that some of them were lost
     std::string why;
   };
-  /// Returns the units whose weights in files are not what was written there, since the machine has lost that.
+  /// Returns the units whose weights in files are not what was written there.
   std::vector<LostWeights> lost_weights() const;
   /// All such weights of the unit were loaded again.
   void clear_lost_weights(UnitId unit);

@@ -18,7 +18,7 @@ bool only_reads_home(Verb verb) {
 
 // ---- the home, seen from outside ----------------------------------------------------------------------------------
 
-void Engine::access_home(UnitId unit, bool write_weights) {
+void Engine::access_home(UnitId unit, bool write_weights, bool writes_frozen) {
   const Entry entry(gate_);
   updates_.run_deferred(unit);
   drafts_.note_access(unit);
@@ -27,7 +27,7 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   if (write_weights) more.push_back({working, issuer_.next_version(working), Access::Mode::write});
   await_load(unit, more);
   if (!write_weights) return;
-  if (file_weights_ && file_weights_->has(unit)) file_weights_->note_written(unit);
+  if (writes_frozen && file_weights_ && file_weights_->has(unit)) file_weights_->note_written(unit);
   if (collector_) collector_->note_load(unit);
   runner_.forget_plan();
 }
@@ -73,15 +73,15 @@ void Engine::release_states() {
   if (files_) files_->release();
 }
 
-void Engine::check_weights(UnitId unit) {
+void Engine::check_weights(UnitId unit, bool awaits_writes) {
   const Entry entry(gate_);
-  if (file_weights_ && file_weights_->has(unit)) file_weights_->check(unit);
+  if (file_weights_ && file_weights_->has(unit)) file_weights_->check(unit, awaits_writes);
 }
 
 std::vector<Engine::LostWeights> Engine::lost_weights() const {
   const Entry entry(gate_);
   std::vector<LostWeights> lost;
-  if (!file_weights_) return lost;
+  if (!file_weights_ || !file_weights_->is_any_lost()) return lost;
   for (UnitId unit : units_.ids()) {
     if (!file_weights_->has(unit)) continue;
     if (auto [times, why] = file_weights_->loss(unit); !why.empty()) lost.push_back({unit, times, std::move(why)});

@@ -50,7 +50,8 @@ class FileWeights {
   /// The caller writes the mapped weights: the next fetch reads the file again. Blocks until a read of them is over.
   void note_written(UnitId unit);
   /// The caller reads the mapped weights, which no op compares with checksums: see FileStore::check. Blocks.
-  void check(UnitId unit) { options_.store->check(records_[unit]); }
+  void check(UnitId unit, bool awaits_writes) { options_.store->check(records_[unit], awaits_writes); }
+  bool is_any_lost() const { return options_.store->is_any_torn(); }
   FileStore::Loss loss(UnitId unit) const { return options_.store->loss(records_[unit]); }
   /// All weights of the unit that the file has were loaded again.
   void clear_torn(UnitId unit) { options_.store->clear_torn(records_[unit]); }

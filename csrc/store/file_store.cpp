@@ -116,9 +116,21 @@ void FileStore::note_mapped_write(int number) {
   at(number).is_sealed = false;
 }
 
+void FileStore::mark_torn(Record& record, const std::string& why) {
+  if (record.loss.why.empty()) ++num_torn_;
+  record.loss = {record.loss.times + 1, why};
+}
+
 void FileStore::clear_torn(int number) {
   const MutexLock lock(mutex_);
-  at(number).loss.why.clear();
+  std::string& why = at(number).loss.why;
+  if (!why.empty()) --num_torn_;
+  why.clear();
+}
+
+bool FileStore::is_any_torn() const {
+  const MutexLock lock(mutex_);
+  return num_torn_ > 0;
 }
 
 FileStore::Loss FileStore::loss(int number) const {
@@ -129,8 +141,11 @@ FileStore::Loss FileStore::loss(int number) const {
 bool FileStore::is_sealed(const Record& record, int number) const {
   const MutexLock lock(mutex_);
   if (record.loss.why.empty()) return record.is_sealed;
-  throw MachineError("record " + std::to_string(number) + " in " + record.parts.front().file->name +
-                     " is torn: an earlier write of it failed: " + record.loss.why);
+  throw MachineError(why_torn(record, number));
+}
+
+std::string FileStore::why_torn(const Record& record, int number) {
+  return "record " + std::to_string(number) + " in " + record.parts.front().file->name + " is torn: " + record.loss.why;
 }
 
 void FileStore::read(int number, std::byte* memory) {
@@ -149,15 +164,20 @@ void FileStore::read(int number, std::byte* memory) {
   }
   {
     const MutexLock lock(mutex_);
+    if (!record.loss.why.empty()) throw MachineError(why_torn(record, number));  // meanwhile, by another `flush`
     for (std::size_t part = 0; part < parts.size(); ++part) record.parts[part].sum = parts[part].sum;
     record.is_sealed = true;
   }
   forget_cached(record);
 }
 
-void FileStore::check(int number) {
-  const Record& record = at(number);
-  if (!is_sealed(record, number) || !record.is_written) return;
+void FileStore::check(int number, bool awaits_writes) {
+  Record& record = at(number);
+  if (!is_sealed(record, number)) {
+    if (awaits_writes) flush(record, number);
+    return;
+  }
+  if (!record.is_written) return;
   const auto at_once = static_cast<std::size_t>(options_.depth);
   const Arena memory(std::min(record.bytes, options_.part * options_.depth));
   for (std::size_t first = 0; first < record.parts.size(); first += at_once) {
@@ -174,13 +194,17 @@ void FileStore::check(int number) {
   }
 }
 
-void FileStore::refuse_changed(const Record& record, std::size_t first, const std::vector<FilePart>& found) {
+void FileStore::refuse_changed(Record& record, std::size_t first, const std::vector<FilePart>& found) {
   for (std::size_t i = 0; i < found.size(); ++i) {
     if (found[i].sum == record.parts[first + i].sum) continue;
-    throw MachineError(
-        to_string(found[i].bytes) + " at offset " + std::to_string(found[i].offset.count) + " of " +
-        found[i].file->name + " are not what was written there: their checksum differs" +
-        (record.mapped.empty() ? "" : ". Or a view that numpy() made of these weights was written late"));
+    std::string why = to_string(found[i].bytes) + " at offset " + std::to_string(found[i].offset.count) + " of " +
+                      found[i].file->name + " are not what was written there: their checksum differs";
+    if (!record.mapped.empty()) {
+      why += ". Or a view that numpy() made of these weights was written late";
+      const MutexLock lock(mutex_);
+      mark_torn(record, why);
+    }
+    throw MachineError(why);
   }
 }
 
@@ -192,7 +216,7 @@ void FileStore::write(int number, const std::byte* memory) {
     writer_->run(FileWay::write, parts);
   } catch (const std::exception& error) {
     const MutexLock lock(mutex_);
-    record.loss = {record.loss.times + 1, error.what()};
+    mark_torn(record, std::string("an earlier write of it failed: ") + error.what());
     throw;
   }
   for (std::size_t part = 0; part < parts.size(); ++part) record.parts[part].sum = parts[part].sum;
@@ -218,7 +242,7 @@ void FileStore::flush(const Record& record, int number) {
     {
       const MutexLock lock(mutex_);
       for (Record& each : records_) {
-        if (!each.is_sealed) each.loss = {each.loss.times + 1, std::strerror(error)};
+        if (!each.is_sealed) mark_torn(each, std::string("an earlier write of it failed: ") + std::strerror(error));
       }
     }
     throw MachineError("writing record " + std::to_string(number) + " to " + range.file->name +

@@ -19,8 +19,8 @@
 // Note [Mapped writes]. The store does not see them, so the caller tells it. The next read first waits until they have
 // reached the file. It takes the checksums anew, and gives back what the page cache has of the record. So who may have
 // read the record first compares it (`check`): a changed bit would count as a write. If the machine could not write, it
-// says so once, and forgets. So all records with such writes are torn then, until the caller has written all of them
-// again, and says so (`clear_torn`).
+// says so once, and forgets. So all records with such writes are torn then. So is a mapped record whose checksum
+// differs. They stay torn until the caller has written all of them again, and says so (`clear_torn`).
 #pragma once
 
 #include <cstddef>
@@ -70,17 +70,18 @@ class FileStore {
   /// All of a mapped record has been written again.
   void clear_torn(int record);
   struct Loss {
-    int times = 0;    // that writes of the record were lost
-    std::string why;  // the record is torn; empty: it is whole
+    int times = 0;    // that the record was torn
+    std::string why;  // it is torn; empty: it is whole
   };
   Loss loss(int record) const;
+  bool is_any_torn() const;
 
   /// Blocks. Throws MachineError if the machine fails, if the record is torn, or if the bytes have changed since they
   /// were written. What is in `memory` then means nothing.
   void read(int record, std::byte* memory);
-  /// Blocks, and throws, as `read`, without memory of the caller's. Does nothing if the record was written through its
-  /// mapping since its last read.
-  void check(int record);
+  /// Blocks, and throws, as `read`, without memory of the caller's. If the record was written through its mapping since
+  /// its last read, there is nothing to compare: `awaits_writes` waits until that has reached the file.
+  void check(int record, bool awaits_writes);
   /// Blocks. Throws MachineError if the machine fails; then the record is torn.
   void write(int record, const std::byte* memory);
 
@@ -108,7 +109,9 @@ class FileStore {
   void add_part(Record& record, std::size_t file, Bytes at, Bytes bytes);
   /// Returns whether the record is sealed. Throws MachineError if it is torn.
   bool is_sealed(const Record& record, int number) const;
-  static void refuse_changed(const Record& record, std::size_t first, const std::vector<FilePart>& found);
+  static std::string why_torn(const Record& record, int number);
+  void mark_torn(Record& record, const std::string& why) NORIA_REQUIRES(mutex_);
+  void refuse_changed(Record& record, std::size_t first, const std::vector<FilePart>& found);
   void flush(const Record& record, int number);
   static void forget_cached(const Record& record);
   std::vector<FilePart> parts_in(const Record& record, std::byte* memory) const;
@@ -120,6 +123,7 @@ class FileStore {
   std::vector<Bytes> ends_;  // by file: where the next part begins
   std::unique_ptr<FileDoor> reader_, writer_;
   mutable Mutex mutex_;
+  int num_torn_ NORIA_GUARDED_BY(mutex_) = 0;
   std::vector<Record> records_;
   std::set<std::shared_ptr<Arena>> arenas_;  // over whose addresses records are mapped
   std::string why_no_uring_, why_not_registered_;

@@ -204,7 +204,8 @@ def test_units_are_drafted_beside_units_whose_state_lies_in_files(folder, monkey
     there = wrapped()
     policy: dict[str, Any] = {"device": DEVICE, "window": 3, "kernel": "fused", "files": folder, "draft_memory": 60_000}
     least, most = (least_host_memory(**{**policy, **more}) for more in ({"draft_memory": 0}, {"files": None}))
-    memory = (least + most) // 2
+    sizes = range((least + most) // 2, most, 4096)
+    memory = next(size for size in sizes if len(noria.plan(*new(), **policy, host_memory=size).drafted) > 1)
     faults = _C.RandomFileFaults(seed=3, short_answers=0.3, interruptions=0.1, max_delay_us=200)
     with on_machine(hostility=HOSTILE, file_faults=faults):
         here = wrapped(**policy, host_memory=memory)

@@ -67,28 +67,20 @@ def test_slots_of_the_gradient_ring_drive_no_state_into_files_for_nothing():
     assert [planned.ring.num_slots for planned in found[:6]] == [4, 5, 6, 7, 8, 8] and found[-1].ring.num_slots == 6
 
 
-def test_undo_logs_that_were_asked_for_have_room_beside_units_in_files():
+def test_undo_logs_take_what_state_in_files_leaves(monkeypatch):
+    monkeypatch.setattr("noria.model.layout.SLOTS_PER_ELEMENT", 0.03)  # else a log is larger than a record
     (log,) = set(plan().draftable.values())
-    policy: dict[str, Any] = {"files": "/never/made", "draft_memory": 3 * log}
-    named = int(refused(host_memory=1, **policy))
-    assert named >= least()
-    with pytest.raises(noria.UsageError, match="host_memory of at least"):
-        plan(host_memory=named - 1, **policy)
-    whole = host_bytes(plan(draft_memory=3 * log))
-    for room in range(named, whole + log, log // 8):
-        planned = plan(host_memory=room, **policy)
+    few, whole = least(), host_bytes(plan(draft_memory=3 * log))
+    drafted = set()
+    for room in range(few, whole + log, log // 2):
+        planned, without = (plan(files="/never/made", draft_memory=size, host_memory=room) for size in (3 * log, 0))
+        assert planned.files == without.files
         assert host_bytes(planned) <= room
         assert not planned.drafted & planned.files.sizes.keys()
-        assert len(planned.drafted) == min(3, len(planned.units) - len(planned.files.sizes))
-
-
-def refused(**policy: Any) -> str:
-    """The number of bytes that the refusal names."""
-    with pytest.raises(noria.UsageError) as raised:
-        plan(**policy)
-    found = re.search(r"host_memory of at least .* \((\d+) bytes\)", str(raised.value))
-    assert found
-    return found[1]
+        left = (room - host_bytes(without)) // log
+        assert len(planned.drafted) == min(3, left, len(planned.units) - len(planned.files.sizes))
+        drafted.add((planned.files.is_used, len(planned.drafted)))
+    assert drafted > {(True, 0), (True, 1), (False, 0), (False, 3)}
 
 
 def test_units_in_files_are_spread_over_the_model():

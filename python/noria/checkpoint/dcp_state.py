@@ -178,11 +178,13 @@ class _ModelParts:
 
         def write(flat: torch.Tensor) -> None:
             wrapped.run.require_loadable("a load of weights")
-            wrapped.context.engine.home.access_home(slot.unit, True)
+            wrapped.weights.begin_load([slot.unit], not slot.trainable)
+            wrapped.context.engine.home.access_home(slot.unit, True, not slot.trainable)
             wrapped.weights.write_part(slot, flat.as_strided(slot.like.shape, slot.like.stride()))
 
         def before_read() -> None:
             wrapped.run.require_consistent("a save of weights")
+            wrapped.weights.check(slot)
             wrapped.context.engine.home.access_home(slot.unit, False)
 
         return ShardTensor.of(

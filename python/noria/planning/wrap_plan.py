@@ -383,9 +383,6 @@ def make_plan(
     if policy.files and not optimizers:
         raise usage_error("an optimizer in the call that names files=", "none", "give it in the same call")
     room = left_for_drafts(budgets, free, 0, staging_bytes(device))
-    if policy.files:  # more lies there, so that undo logs that were asked for have room
-        logs = sum(undo_log_needs(kernels, ()).values())
-        room = max(room - min(budgets.drafts or 0, logs), 0)
     candidates: list[tuple[Ring | None, bool]] = []
     for has_files in [False, True] if policy.files else [False]:
         rings = gradient_rings(parts, units, has_files) if policy.update == "backward" else [None]
@@ -403,7 +400,10 @@ def make_plan(
     draftable = undo_log_needs(kernels, stays | streamed | files.sizes.keys())
     needed = sum(size for _, size in _rows(files.regions(first), files, device))
     left = left_for_drafts(budgets, free, 0, needed)
-    drafted = choose_drafts(kernels, draftable, budgets.drafts, left, device, unpredicted)
+    asked = budgets.drafts
+    if policy.files and asked is not None:  # state fills the memory: undo logs take what is left
+        asked = min(asked, left)
+    drafted = choose_drafts(kernels, draftable, asked, left, device, unpredicted)
     regions = home_regions(kernels, drafted, state_bytes)
     regions = _with_ring(files.regions(regions), ring)
     table = _C.BufferTable()

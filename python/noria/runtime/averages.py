@@ -134,7 +134,7 @@ class Averages:
         home = self._context.engine.home
         with plainly():
             for slot in slots:
-                home.access_home(slot.unit, True)
+                home.access_home(slot.unit, True, False)
                 self._exchange_one(slot)
         home.bump_versions([slot.index for slot in self._slots])
 
@@ -149,7 +149,7 @@ class Averages:
 
     def _undo(self, moving: _Moving) -> None:
         with plainly():
-            self._context.engine.home.access_home(moving.slot.unit, True)
+            self._context.engine.home.access_home(moving.slot.unit, True, False)
             self._set(moving.slot, moving.value)
             self._memory.of(moving.slot).copy_(moving.average)
         self._exchanged = moving.exchanged
@@ -175,6 +175,7 @@ class Averages:
                     known[slot.index] = self._sync.whole(slot, self._memory.of(slot), "averages")
                 else:
                     self._context.engine.home.access_home(slot.unit, False)
+                    self._weights.check(slot)
                     known[slot.index] = self._sync.values(slot)
             return known[slot.index]
 

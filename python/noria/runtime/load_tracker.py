@@ -24,7 +24,7 @@ class LoadTracker:
         self.missing: dict[object, str] = {}
         self._torn = ""
         self._to_load: set[object] = set()  # of a torn home: slots and optimizers still to be loaded
-        self._lost: dict[tuple[int, int], set[object]] = {}  # by unit and loss: frozen slots still to be loaded
+        self._lost: dict[tuple[int, int], set[int]] = {}  # by unit and loss: frozen slots still to be loaded
 
     def refuse_missing(self, what: str) -> None:
         if self.missing:
@@ -62,12 +62,17 @@ class LoadTracker:
             self._torn = ""
 
     def _note_lost(self, part: object) -> None:
-        home = self.context.engine.home
-        was, self._lost = self._lost, {}
-        for unit, times, _ in home.lost_weights():
-            frozen: set[object] = {slot.index for slot in self.context.units[unit].parameters if not slot.trainable}
-            left = was.get((unit, times), frozen) - {part}
-            if left:
-                self._lost[unit, times] = left
-            else:
-                home.clear_lost_weights(unit)
+        lost = self.context.engine.home.lost_weights()
+        if not lost or not isinstance(part, int):
+            return
+        number = self.context.slots[part].unit
+        for unit, times, _ in lost:
+            if unit != number:
+                continue
+            if (unit, times) not in self._lost:
+                frozen = (slot.index for slot in self.context.units[unit].parameters if not slot.trainable)
+                self._lost[unit, times] = set(frozen)
+            self._lost[unit, times].discard(part)
+            if not self._lost[unit, times]:
+                del self._lost[unit, times]
+                self.context.engine.home.clear_lost_weights(unit)

@@ -124,12 +124,15 @@ class ModuleStateDicts:
         self.run.require_loadable("model.load_state_dict()")
         self.sync.meet(f'load "{prefix}{next(iter(own))}"')
         units = sorted({self.context.slot_of[each].unit for each in tensors_in(own.values())})
+        loaded = [parameter for name, parameter in own.items() if prefix + name in state_dict]
+        frozen = any(not self.context.slot_of[each].trainable for each in tensors_in(loaded))
+        self.weights.begin_load(units, frozen)
         apart = [unit for unit in units if self.context.ranks is not None or self.context.lies_apart(unit)]
         if shown := [unit for unit in units if unit not in apart]:
             self._loads.append(self.context.engine.home.num_open())
-            self.context.engine.home.open_home(shown, True)
+            self.context.engine.home.open_home(shown, True, frozen=frozen)
         for unit in apart:
-            self.context.engine.home.access_home(unit, True)
+            self.context.engine.home.access_home(unit, True, frozen)
         for name, parameter in own.items():
             value = state_dict.get(prefix + name)
             slot = self.context.slot_of[parameter]

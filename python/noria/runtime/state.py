@@ -209,12 +209,15 @@ class RunState:
                 "call it after the block",
             )
 
-    def require_consistent(self, what: str, *, mends: bool = False, has_value: bool = False) -> None:
+    def require_consistent(
+        self, what: str, *, mends: bool = False, has_value: bool = False, of_state: bool = False
+    ) -> None:
         """Raises UsageError if the model must not be read or written now.
 
         Under update="backward" a backward has updated weights before `step()` claims them: between the two, every call
         is refused. A torn home, and parameters without values, are refused too, unless the caller `mends` them with
-        values of its own. `has_value`: the caller reads a parameter that has one.
+        values of its own. So are frozen weights that a disk has lost, unless the caller is `of_state`: it reads only
+        optimizer state. `has_value`: the caller reads a parameter that has one.
         """
         self._take_back()
         if self.context.updates_in_backward:
@@ -229,12 +232,12 @@ class RunState:
                 f"weights and optimizer state of different steps: {torn}",
                 "load a checkpoint of both: model.load_state_dict and optimizer.load_state_dict",
             )
-        if not mends and (lost := self.context.engine.home.lost_weights()):
+        if not mends and not of_state and (lost := self.context.engine.home.lost_weights()):
             unit, _, why = lost[0]
             more = f" and of {len(lost) - 1} more units" if len(lost) > 1 else ""
             raise usage_error(
                 f"{what} of weights that the disk has kept",
-                f'frozen weights of "{self.context.units[unit].name}"{more} that it has lost: {why}',
+                f'frozen weights of "{self.context.units[unit].name}"{more} that it has lost or changed: {why}',
                 "load these weights again: model.load_state_dict or noria.load",
             )
 

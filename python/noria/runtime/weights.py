@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from noria import _C
 from noria._errors import UsageError, usage_error
+from noria.dist.ranks import raised_by_all
 from noria.model.inner_tensors import made_again
 from noria.model.layout import HomeParameter
 from noria.runtime.context import Context
@@ -46,6 +47,7 @@ class Weights:
         self._give: Callable[[HomeParameter], torch.Tensor] | None = None
         self._shown: dict[int, tuple[int, int]] = {}  # by slot: version and storage when `show` was called
         self._before_materialize: list[dict[int, torch.Tensor]] = []  # by open block and slot: values before
+        self._checked: int | None = None  # the unit whose frozen weights `check` has compared last
 
     def current(self, slot: HomeParameter) -> torch.Tensor:
         """Returns the parameter's current value: a CPU tensor that views the home, the same object for tied names.
@@ -58,7 +60,10 @@ class Weights:
             return self._give(slot)
         if slot.index in self.run.loads.missing:
             return without_values(slot.shape, slot.strides, slot.dtype)
-        self.run.require_consistent("a look at weights", has_value=True)
+        with self._together("a look at weights"):
+            self.run.require_consistent("a look at weights", has_value=True)
+            if self.context.ranks is not None:
+                self.check(slot)
         if self._shown and _C.storage_of(slot.parameter) != self._shown[slot.index][1]:
             self.take_shown()  # `p.data = x`
         self.engine.home.access_home(slot.unit, False)
@@ -103,17 +108,41 @@ class Weights:
 
     def _before_write(self, index: int) -> None:
         self.run.require_consistent("a write to weights", mends=True)
-        unit = self.context.slots[index].unit
-        rests = self.engine.rest.has(unit)
-        self.engine.home.check_weights(unit)  # what asks to write often only reads
-        self.engine.home.access_home(unit, not rests)
+        slot = self.context.slots[index]
+        unit, rests = slot.unit, self.engine.rest.has(slot.unit)
+        if not slot.trainable:
+            self.engine.home.check_weights(unit, True)  # what asks to write often only reads
+        self.engine.home.access_home(unit, not rests, not slot.trainable)
         if rests:
             self.run.tell_weight_write(unit)
         self._await_edits()
         self._written_views.add(index)
 
+    def _together(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """A failing disk is one rank's. If others wait for it in a block, all of them raise."""
+        if self.context.ranks is None or not self.context.policy.files:
+            return contextlib.nullcontext()
+        return raised_by_all([self.context.ranks], call)
+
+    def check(self, slot: HomeParameter) -> None:
+        """Compares frozen weights in a file with their checksums, for a reader that nothing watches.
+
+        Once for slots of a unit that follow each other.
+        """
+        if not slot.trainable and slot.unit != self._checked:
+            self.engine.home.check_weights(slot.unit, True)
+            self._checked = slot.unit
+
+    def begin_load(self, units: Iterable[int], frozen: bool) -> None:
+        """Call it before values are loaded into these units. `frozen`: also of frozen parameters."""
+        self._checked = None
+        for unit in units if frozen else ():
+            with contextlib.suppress(_C.MachineError):  # known from now on, until all of them are loaded
+                self.engine.home.check_weights(unit, False)
+
     def settle_writes(self) -> None:
         """Passes writes made through `state_dict()` on to the masters. Runs before the home is used."""
+        self._checked = None
         while self._written_views:
             slot = self.context.slots[self._written_views.pop()]
             _C.watch(self._views[slot.index])
@@ -152,11 +181,13 @@ class Weights:
             self.run.refuse_while_averaged("noria.materialize")
         self.run.require_consistent("noria.materialize")
         slots = [slot for unit in units for slot in self.context.units[unit].parameters]
+        with self._together("noria.materialize"):
+            for unit in units:
+                if self.context.ranks is not None or not self.context.lies_apart(unit):
+                    self.engine.home.check_weights(unit, True)
         with self.gathered.taken(units) as memory, self.run.materializing():
             complaints: list[HomeParameter] = []
             shared, num_open, num_before = "", self.engine.home.num_open(), len(self._before_materialize)
-            for unit in units:
-                self.engine.home.check_weights(unit)
             try:  # from here on an interrupt at any line closes the home again
                 with plainly():
                     self.engine.home.open_home(list(units), not read_only, memory)
@@ -236,7 +267,7 @@ class Weights:
         found = False
         for slot in slots:
             if slot.unit in units or (self.context.ranks is None and self.engine.home.is_written(slot.unit)):
-                self.engine.home.access_home(slot.unit, True)
+                self.engine.home.access_home(slot.unit, True, not slot.trainable)
                 self.masters.follow_write(slot)
                 found = True
         return found

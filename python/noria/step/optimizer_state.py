@@ -136,13 +136,14 @@ class HomeState:
         slots = [self.context.slot_of.get(each) for each in looked_at if isinstance(each, nn.Parameter)]
         self.context.files.show(list(dict.fromkeys(slot.unit for slot in slots if slot is not None)))
         if not self.run.is_loading(self):
-            self.run.require_consistent("a look at optimizer.state")  # a write to a file may have failed since
+            # A write to a file may have failed since.
+            self.run.require_consistent("a look at optimizer.state", of_state=True)
 
     def settle(self, parameter: object) -> None:
         """Finishes the updates of one parameter before its state is read. None means all parameters."""
         self.run.check_alive()
         if not self.run.is_loading(self):
-            self.run.require_consistent("a look at optimizer.state")
+            self.run.require_consistent("a look at optimizer.state", of_state=True)
         if parameter is None:
             self.context.engine.updates.run_all_deferred()
             self.context.settle_units()
@@ -330,7 +331,8 @@ class HomeState:
             if self.dtype != "fp32" and self.members.fuses(slot.unit):
                 values = plain_values(values, widen=True)
             states[slot.index] = values
-        self.run.require_consistent("a look at optimizer.state")  # a write to a file may have failed since
+        # A write to a file may have failed since.
+        self.run.require_consistent("a look at optimizer.state", of_state=True)
         whole = whole_states(self.context, self.sync, states)
         return shown | {slot.parameter: whole[slot.index] for slot in slots}
 

@@ -149,7 +149,7 @@ class OptimizerShards:
     ) -> ShardTensor:
         def write(flat: torch.Tensor) -> None:
             self.run.require_loadable("a load of optimizer state")
-            self.context.engine.home.access_home(slot.unit, True)
+            self.context.engine.home.access_home(slot.unit, True, False)
             value = flat.as_strided(slot.like.shape, slot.like.stride())
             with torch.no_grad():
                 if key == "low_bits":
@@ -159,7 +159,7 @@ class OptimizerShards:
                     self.state.adopt(slot)
 
         def before_read() -> None:
-            self.run.require_consistent("a save of optimizer state")
+            self.run.require_consistent("a save of optimizer state", of_state=True)
             self.context.engine.home.access_home(slot.unit, False)
 
         return ShardTensor.of(

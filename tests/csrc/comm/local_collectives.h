@@ -26,11 +26,11 @@ class MeetingPlace {
   void meet(int rank, const void* brings, Act act) {
     std::unique_lock lock(mutex_);
     brought_[static_cast<std::size_t>(rank)] = brings;
-    pass(lock);
+    pass(lock, /*may_end=*/true);
     lock.unlock();
     act(brought_);
     lock.lock();
-    pass(lock);
+    pass(lock, /*may_end=*/false);  // others still look at what this rank brought, even if one has left meanwhile
   }
 
   void leave() {
@@ -40,8 +40,8 @@ class MeetingPlace {
   }
 
  private:
-  void pass(std::unique_lock<std::mutex>& lock) {
-    if (is_left_) throw MachineError("a rank has died");
+  void pass(std::unique_lock<std::mutex>& lock, bool may_end) {
+    if (may_end && is_left_) throw MachineError("a rank has died");
     const auto mine = round_;
     if (++arrived_ == size_) {
       arrived_ = 0;
@@ -49,7 +49,7 @@ class MeetingPlace {
       changed_.notify_all();
       return;
     }
-    changed_.wait(lock, [&] { return round_ != mine || is_left_; });
+    changed_.wait(lock, [&] { return round_ != mine || (may_end && is_left_); });
     if (round_ == mine) throw MachineError("a rank has died");
   }
 

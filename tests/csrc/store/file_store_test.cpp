@@ -141,6 +141,8 @@ TEST_P(Store, finds_what_was_written_through_a_mapping_without_a_word) {
   addresses->data()[kPart.count * 3] = std::byte{1};
   EXPECT_NE(error_of([&] { made.read(0, memory.data()); }).find("checksum"), std::string::npos);
   made.note_mapped_write(0);
+  EXPECT_NE(error_of([&] { made.read(0, memory.data()); }).find("checksum"), std::string::npos);
+  made.clear_torn(0);
   made.read(0, memory.data());
   EXPECT_EQ(memory.data()[kPart.count * 3], std::byte{1});
 }
@@ -160,7 +162,7 @@ TEST_P(Store, knows_records_as_torn_whose_mapped_writes_the_machine_has_lost) {
     EXPECT_EQ(made.loss(record).times, 1);
     made.note_mapped_write(record);  // who says so may only read
     EXPECT_TRUE(tells(error_of([&] { made.read(record, memory.data()); }), "torn", EIO));
-    EXPECT_TRUE(tells(error_of([&] { made.check(record); }), "torn", EIO));
+    EXPECT_TRUE(tells(error_of([&] { made.check(record, true); }), "torn", EIO));
     std::memset(addresses->data() + (kPart * 2 * record).count, 5, static_cast<std::size_t>(kPart.count * 2));
     made.clear_torn(record);
     made.read(record, memory.data());
@@ -173,6 +175,20 @@ TEST_P(Store, knows_records_as_torn_whose_mapped_writes_the_machine_has_lost) {
   made.read(2, memory.data());
 }
 
+TEST_P(Store, hears_of_lost_writes_before_a_record_is_read_in_memory) {
+  const auto faults = std::make_shared<RandomFileFaults>(FileHostility{});
+  FileStore made = store(1, faults);
+  made.add_mapped(kPart);
+  made.reserve();
+  const auto addresses = std::make_shared<Arena>(Arena::of_addresses(kPart));
+  made.map(0, addresses, Bytes{0});
+  faults->fail_next(FileWay::write, EIO, 0);
+  made.check(0, /*awaits_writes=*/false);
+  EXPECT_FALSE(made.is_any_torn());
+  EXPECT_THROW(made.check(0, /*awaits_writes=*/true), MachineError);
+  EXPECT_TRUE(made.is_any_torn());
+}
+
 TEST_P(Store, compares_a_mapped_record_before_it_is_read_in_memory) {
   for (const Bytes size : {kFileAlignment, kPart * 3, kPart * 40 + kFileAlignment}) {
     FileStore made = store(2);
@@ -181,18 +197,21 @@ TEST_P(Store, compares_a_mapped_record_before_it_is_read_in_memory) {
     const auto addresses = std::make_shared<Arena>(Arena::of_addresses(size));
     made.map(0, addresses, Bytes{0});
     Arena whole(size);
-    made.check(0);  // nothing was read yet
+    made.check(0, true);  // nothing was read yet
     made.read(0, whole.data());
-    made.check(0);
+    made.check(0, true);
     std::byte& last = addresses->data()[size.count - 1];
     last = std::byte{1};
     for (int again = 0; again < 2; ++again) {
-      EXPECT_NE(error_of([&] { made.check(0); }).find("checksum"), std::string::npos);
+      EXPECT_NE(error_of([&] { made.check(0, true); }).find("checksum"), std::string::npos);
+      EXPECT_TRUE(made.is_any_torn());
     }
     made.note_mapped_write(0);
-    made.check(0);  // no read has taken the checksums anew
+    made.clear_torn(0);
+    EXPECT_FALSE(made.is_any_torn());
+    made.check(0, false);  // no read has taken the checksums anew
     made.read(0, whole.data());
-    made.check(0);
+    made.check(0, true);
   }
 }
 
