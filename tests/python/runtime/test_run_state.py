@@ -22,10 +22,14 @@ class Engine:
         self.heard: list[str] = []
         self.is_torn = ""
         self.unclaimed = ""
-        self.hooks = self.backward = self  # parts of the engine
+        self.lost: list[tuple[int, int, str]] = []
+        self.hooks = self.backward = self.home = self  # parts of the engine
 
     def torn(self) -> str:
         return self.is_torn
+
+    def lost_weights(self) -> list[tuple[int, int, str]]:
+        return self.lost
 
     def refuse_unclaimed(self, what: str) -> None:
         if self.unclaimed:
@@ -85,6 +89,15 @@ def test_a_torn_home_is_refused_to_all_but_who_mends_it():
     with pytest.raises(noria.UsageError, match="weights and optimizer state of different steps: step 3 broke off"):
         run.require_consistent("a look")
     run.require_consistent("a load", mends=True)
+
+
+def test_lost_frozen_weights_are_refused_to_all_but_who_mends_them_or_reads_state():
+    run, engine = made(units=[SimpleNamespace(name="block"), SimpleNamespace(name="head")])
+    engine.lost = [(1, 1, "checksum differs"), (0, 1, "EIO")]
+    with pytest.raises(noria.UsageError, match=r'frozen weights of "head" and of 1 more units .*: checksum differs'):
+        run.require_consistent("a look", has_value=True)
+    run.require_consistent("a load", mends=True)
+    run.require_consistent("a look at state", of_state=True)
 
 
 def test_updates_that_no_step_has_claimed_are_refused_under_update_backward_alone():

@@ -17,6 +17,14 @@ from noria.runtime.step_boundary import StepBoundary
 class TornEngine:
     def __init__(self) -> None:
         self.why = ""
+        self.lost: dict[int, int] = {}  # by unit: how many times
+        self.home = self
+
+    def lost_weights(self) -> list[tuple[int, int, str]]:
+        return [(unit, times, "EIO") for unit, times in self.lost.items()]
+
+    def clear_lost_weights(self, unit: int) -> None:
+        del self.lost[unit]
 
     def torn(self) -> str:
         return self.why
@@ -27,9 +35,10 @@ class TornEngine:
 
 def tracker() -> tuple[LoadTracker, TornEngine]:
     engine = TornEngine()
-    slots = [SimpleNamespace(index=0, trainable=True), SimpleNamespace(index=1, trainable=False)]
-    home = SimpleNamespace(files=None)
-    context: Any = SimpleNamespace(engine=engine, home=home, slots=[*slots, SimpleNamespace(index=2, trainable=True)])
+    trainable = [True, False, True, False]
+    slots = [SimpleNamespace(index=index, trainable=each, unit=0) for index, each in enumerate(trainable)]
+    home, units = SimpleNamespace(files=None), [SimpleNamespace(parameters=slots)]
+    context: Any = SimpleNamespace(engine=engine, home=home, slots=slots, units=units)
     return LoadTracker(context), engine
 
 
@@ -67,6 +76,20 @@ def test_a_home_that_is_torn_again_wants_all_again():
     assert engine.why
     loads.note(0)
     assert not engine.why
+
+
+def test_lost_frozen_weights_are_whole_once_all_of_their_unit_were_loaded_since():
+    loads, engine = tracker()
+    loads.note(1)  # before they were lost: does not count
+    engine.lost = {0: 1}
+    for slot in (0, 2, 3):
+        loads.note(slot)
+    assert engine.lost
+    engine.lost = {0: 2}  # again: all of them, again
+    loads.note(1)
+    assert engine.lost
+    loads.note(3)
+    assert not engine.lost
 
 
 # ---- whether drafts pay ----
