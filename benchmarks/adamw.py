@@ -147,8 +147,8 @@ class Limits:
 
 
 def noria_ways(memory: Memory, pool: Any, limits: Limits) -> dict[str, Way]:
-    """The ways of one kind run in the order in which training runs them: a draft is redone or undone once. Before them
-    run their limits, if no other kind of as many bytes has had them."""
+    """The ways of one kind run in the order in which training runs them: a draft is redone or undone once. Their limits
+    run before them. Kinds that move the same bytes share a limit."""
     ways: dict[str, Way] = {}
 
     def limit_of(rule: str, is_split: bool, state: str, log: int | None) -> str:

@@ -301,7 +301,7 @@ def _write(model: nn.Module, wrapped: Wrapped, names: Sequence[str], value: torc
         if parameter is not None:
             slot = wrapped.context.slot_of[parameter]
             wrapped.weights.begin_load([slot.unit], not slot.trainable)
-            wrapped.context.engine.home.access_home(slot.unit, True, not slot.trainable)
+            wrapped.context.engine.home.access_home(slot.unit, True, frozen=not slot.trainable)
             wrapped.weights.write(slot, value)
             wrapped.loads.note(slot.index)
             return

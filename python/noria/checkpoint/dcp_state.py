@@ -179,7 +179,7 @@ class _ModelParts:
         def write(flat: torch.Tensor) -> None:
             wrapped.run.require_loadable("a load of weights")
             wrapped.weights.begin_load([slot.unit], not slot.trainable)
-            wrapped.context.engine.home.access_home(slot.unit, True, not slot.trainable)
+            wrapped.context.engine.home.access_home(slot.unit, True, frozen=not slot.trainable)
             wrapped.weights.write_part(slot, flat.as_strided(slot.like.shape, slot.like.stride()))
 
         def before_read() -> None:

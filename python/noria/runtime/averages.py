@@ -134,7 +134,7 @@ class Averages:
         home = self._context.engine.home
         with plainly():
             for slot in slots:
-                home.access_home(slot.unit, True, False)
+                home.access_home(slot.unit, True, frozen=False)
                 self._exchange_one(slot)
         home.bump_versions([slot.index for slot in self._slots])
 
@@ -149,7 +149,7 @@ class Averages:
 
     def _undo(self, moving: _Moving) -> None:
         with plainly():
-            self._context.engine.home.access_home(moving.slot.unit, True, False)
+            self._context.engine.home.access_home(moving.slot.unit, True, frozen=False)
             self._set(moving.slot, moving.value)
             self._memory.of(moving.slot).copy_(moving.average)
         self._exchanged = moving.exchanged

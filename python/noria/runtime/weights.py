@@ -112,7 +112,7 @@ class Weights:
         unit, rests = slot.unit, self.engine.rest.has(slot.unit)
         if not slot.trainable:
             self.engine.home.check_weights(unit, True)  # what asks to write often only reads
-        self.engine.home.access_home(unit, not rests, not slot.trainable)
+        self.engine.home.access_home(unit, not rests, frozen=not slot.trainable)
         if rests:
             self.run.tell_weight_write(unit)
         self._await_edits()
@@ -267,7 +267,7 @@ class Weights:
         found = False
         for slot in slots:
             if slot.unit in units or (self.context.ranks is None and self.engine.home.is_written(slot.unit)):
-                self.engine.home.access_home(slot.unit, True, not slot.trainable)
+                self.engine.home.access_home(slot.unit, True, frozen=not slot.trainable)
                 self.masters.follow_write(slot)
                 found = True
         return found

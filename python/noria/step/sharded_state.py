@@ -149,7 +149,7 @@ class OptimizerShards:
     ) -> ShardTensor:
         def write(flat: torch.Tensor) -> None:
             self.run.require_loadable("a load of optimizer state")
-            self.context.engine.home.access_home(slot.unit, True, False)
+            self.context.engine.home.access_home(slot.unit, True, frozen=False)
             value = flat.as_strided(slot.like.shape, slot.like.stride())
             with torch.no_grad():
                 if key == "low_bits":

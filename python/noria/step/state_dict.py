@@ -105,7 +105,7 @@ def load_state_dict(members: ParamGroups, state: HomeState, state_dict: dict[str
             state.part()
             for parameter in parameters:
                 slot = members.context.slot_of[parameter]
-                members.context.engine.home.access_home(slot.unit, True, False)
+                members.context.engine.home.access_home(slot.unit, True, frozen=False)
                 low = low_bits.get(parameter, {}).get("low_bits")
                 if are_low_bits(low) and slot.has_master:
                     state.masters.set_low_bits(slot, low)

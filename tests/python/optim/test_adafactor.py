@@ -1,7 +1,7 @@
 """Adafactor's fused update: as exact as torch's, the same bits in any instruction set and on any threads.
 
-The bar is that of test_accuracy.py, after as many steps: against fp64, the root mean square error is at most 1.0 times,
-the largest error at most 1.5 times that of torch.optim.Adafactor on the same inputs. Seeded mistakes must not pass it.
+Errors are taken against fp64, after as many steps as in test_accuracy.py. The root mean square error is at most that of
+torch.optim.Adafactor on the same inputs, the largest error at most 1.5 times that. Seeded mistakes must not pass.
 """
 
 from __future__ import annotations
