@@ -353,7 +353,7 @@ class StepDriver:
     def plain(self) -> dict[Any, Any]:
         """Returns the state as torch's optimizer keeps it: whole tensors in fp32, plus the low bits of the masters.
 
-        Collective if ranks share the model.
+        Order: updates are finished, and memory has room for `plain_bytes`. Collective if ranks share the model.
         """
         return self._state.plain()
 

@@ -115,7 +115,7 @@ class HomeState:
     def take_over(self) -> None:
         """Makes `optimizer.state` a settling dict. Runs once at first, and again if the user has replaced the dict."""
         self.shown: OptimizerState = OptimizerState(
-            self.settle, self.look, self.plain, dict(self.members.optimizer.state)
+            self.settle, self.look, self._plain_if_it_fits, dict(self.members.optimizer.state)
         )
         self.members.optimizer.state = self.shown
         for slot in self.members.slots():
@@ -317,9 +317,8 @@ class HomeState:
     def plain(self) -> dict[Any, Any]:
         """Returns `shown` as torch's optimizer keeps it: whole tensors in fp32, plus the low bits of the masters.
 
-        Collective if ranks share the model.
+        Order: updates are finished, and memory has room for `copy_bytes`. Collective if ranks share the model.
         """
-        self.refuse_copies(is_plain=True)
         shown = dict(dict.items(self.shown))
         slots = [slot for slot in self.context.slots if isinstance(shown.get(slot.parameter), dict)]
         states: dict[int, dict[str, Any]] = {}
@@ -335,6 +334,10 @@ class HomeState:
         self.run.require_consistent("a look at optimizer.state", of_state=True)
         whole = whole_states(self.context, self.sync, states)
         return shown | {slot.parameter: whole[slot.index] for slot in slots}
+
+    def _plain_if_it_fits(self) -> dict[Any, Any]:
+        self.refuse_copies(is_plain=True)
+        return self.plain()
 
     def refuse_copies(self, *, is_plain: bool) -> None:
         """Raises UsageError if state lies in files, and memory has no room for what `copy_bytes` counts.
