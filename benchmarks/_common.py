@@ -12,6 +12,7 @@ import os
 import platform
 import queue
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,6 +41,13 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="smaller and shorter: to see that it runs")
     parser.add_argument("--out", type=Path, help="file for the result; default: benchmarks/results/...")
     return parser
+
+
+def compile_cxx(out: Path, sources: Sequence[str], flags: Sequence[str]) -> None:
+    """Compiles C++ files, named from the project's root, to a program or a library. `CXX` names another compiler."""
+    files = [str(ROOT / source) for source in sources]
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}", *flags, *files]
+    subprocess.run([*command, "-o", str(out)], check=True)
 
 
 def hardware() -> dict[str, Any]:

@@ -43,16 +43,25 @@ struct Variant {
   Layout layout = usual;
   std::size_t ahead = 0;  // blocks that are prefetched
   bool is_streamed = false;
+  std::size_t scaled = 1;  // blocks of the gradient that are clipped at once
 };
-constexpr std::array<Variant, 9> kVariants{{{"base"},
-                                            {"prefetch 1 block ahead", usual, 1},
-                                            {"prefetch 2 blocks ahead", usual, 2},
-                                            {"prefetch 4 blocks ahead", usual, 4},
-                                            {"prefetch 8 blocks ahead", usual, 8},
-                                            {"pages of 4 KiB", small_pages},
-                                            {"staggered starts", staggered},
-                                            {"interleaved arrays", interleaved},
-                                            {"streaming stores", usual, 0, true}}};
+constexpr std::size_t kMostScaled = 16;
+constexpr std::array<Variant, 9> kUsualVariants{{{"base"},
+                                                 {"prefetch 1 block ahead", usual, 1},
+                                                 {"prefetch 2 blocks ahead", usual, 2},
+                                                 {"prefetch 4 blocks ahead", usual, 4},
+                                                 {"prefetch 8 blocks ahead", usual, 8},
+                                                 {"pages of 4 KiB", small_pages},
+                                                 {"staggered starts", staggered},
+                                                 {"interleaved arrays", interleaved},
+                                                 {"streaming stores", usual, 0, true}}};
+constexpr std::array<Variant, 5> kClippedVariants{{{"base"},
+                                                   {"2 blocks are clipped at once", usual, 0, false, 2},
+                                                   {"4 blocks are clipped at once", usual, 0, false, 4},
+                                                   {"8 blocks are clipped at once", usual, 0, false, 8},
+                                                   {"16 blocks are clipped at once", usual, 0, false, kMostScaled}}};
+
+enum class Kind { update, draft, clipped };
 
 template <class To>
 To* as(std::byte* pointer) {
@@ -127,7 +136,7 @@ long huge_page_kib() {
   return kib;
 }
 
-template <class State, bool kIsDraft>
+template <class State, Kind kKind>
 class Bench {
  public:
   // Returns false if two variants made different bits, or a log had no room.
@@ -160,6 +169,11 @@ class Bench {
   }
 
  private:
+  static constexpr bool kIsDraft = kKind == Kind::draft;
+  static constexpr auto kVariants = [] {
+    if constexpr (kKind == Kind::clipped) return kClippedVariants;
+    else return kUsualVariants;
+  }();
   static constexpr Sizes kSizes = [] {
     Sizes sizes{};
     sizes[kWorking] = sizes[kLow] = sizes[kGradient] = 2 * kStateBlock;
@@ -225,7 +239,14 @@ class Bench {
     [[maybe_unused]] u32* const slots = as<u32>(at[kSlot]);
     headers_[chunk] = {};
     alignas(kLine) std::byte buffers[kNumStreams][sizeof(float) * kStateBlock];
+    alignas(kLine) u16 clipped[kMostScaled * kStateBlock];
     for (std::size_t block = 0; block < kBlocks; ++block, advance(at)) {
+      const void* gradient = at[kGradient];
+      if constexpr (kKind == Kind::clipped) {
+        const std::size_t place = block % variant.scaled;
+        if (place == 0) scale<Split>(gradient, clipped, variant.scaled * kStateBlock, 0.37f);
+        gradient = clipped + place * kStateBlock;
+      }
       if (variant.ahead > 0 && block + variant.ahead < kBlocks) prefetch(at, variant.ahead);
       const Rounding rounding = moved({7}, chunk * kChunk + block * kStateBlock);
       Pointers out = at;
@@ -236,9 +257,9 @@ class Bench {
       }
       if constexpr (kIsDraft) {
         const UndoBlock log{as<u8>(out[kLog]), as<u32>(at[kBegin]), &headers_[chunk], slots, kSlots * kBlocks};
-        draft<AdamW, Split, State>(unit(out), at[kGradient], kStateBlock, kScalars, rounding, log);
+        draft<AdamW, Split, State>(unit(out), gradient, kStateBlock, kScalars, rounding, log);
       } else {
-        update<AdamW, Split, State>(unit(out), at[kGradient], kStateBlock, kScalars, rounding);
+        update<AdamW, Split, State>(unit(out), gradient, kStateBlock, kScalars, rounding);
       }
       for (const Stream stream : kStreamed) {
         if (variant.is_streamed) stream_copy(at[stream], out[stream], kSizes[stream]);
@@ -271,11 +292,12 @@ class Bench {
 
 // Returns false if something is wrong.
 template <class State>
-bool run_both(const std::string& name, char** words) {
+bool run_all(const std::string& name, char** words) {
   const std::size_t count = std::stoull(words[1]), num_threads = std::stoull(words[2]);
   const int rounds = std::stoi(words[3]);
-  return Bench<State, false>().run((name + ", update").c_str(), count, num_threads, rounds) &&
-         Bench<State, true>().run((name + ", draft").c_str(), count, num_threads, rounds);
+  return Bench<State, Kind::update>().run((name + ", update").c_str(), count, num_threads, rounds) &&
+         Bench<State, Kind::draft>().run((name + ", draft").c_str(), count, num_threads, rounds) &&
+         Bench<State, Kind::clipped>().run((name + ", clipped update").c_str(), count, num_threads, rounds);
 }
 
 }  // namespace
@@ -283,7 +305,7 @@ bool run_both(const std::string& name, char** words) {
 
 int main(int, char** words) {
   using namespace noria;
-  const bool is_right = run_both<Fp32State>("fp32 moments", words) && run_both<Bf16State>("bf16 moments", words) &&
-                        run_both<EightBitState>("8-bit moments", words);
+  const bool is_right = run_all<Fp32State>("fp32 moments", words) && run_all<Bf16State>("bf16 moments", words) &&
+                        run_all<EightBitState>("8-bit moments", words);
   return is_right ? 0 : 1;
 }

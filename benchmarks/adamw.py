@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,6 @@ import torch
 from noria import _C
 from noria.model.layout import SLOTS_PER_ELEMENT
 
-HERE = Path(__file__).resolve().parent
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1}
 
 # How a loop without arithmetic moves an array; see _memory_limits.cpp.
@@ -130,9 +128,8 @@ class Limits:
         self._memory, self._sizes = memory, (ctypes.c_size_t(memory.count), ctypes.c_int(num_threads))
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / "limits.so"
-            flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
-            source = [str(HERE / "_memory_limits.cpp"), "-o", str(library)]
-            subprocess.run([os.environ.get("CXX", "c++"), *flags, *source], check=True)
+            flags = ["-march=native", "-shared", "-fPIC", "-pthread"]
+            _common.compile_cxx(library, ["benchmarks/_memory_limits.cpp"], flags)
             self._loops = ctypes.CDLL(str(library))
 
     def way(self, streams: list[Stream]) -> Way:

@@ -6,6 +6,7 @@ Two processes measure the same things, one with this tree's noria and one with t
     visits                   what a visit of a trainable block takes in `overhead.py`, forward and backward
     overlap                  steps of `overlap.py`'s balanced setting with paced compute, update="auto"
     update, and its format   AdamW on split masters by one thread, with moments in this format (`adamw.py`)
+    clipped update           the same, with a factor for the gradient
 
 While one process measures, the other waits for its turn. A process may be faster than its like by where its memory
 lies, and a model by where it lies in its process. So both start anew for each round, and in a round both make their
@@ -70,11 +71,11 @@ def measures(quick: bool, blocks: int) -> dict[str, Callable[[], Callable[[], fl
 
         return turn
 
-    def updates(state: str) -> Callable[[], float]:
+    def updates(state: str, factor: float = 1.0) -> Callable[[], float]:
         import adamw
 
         memory, pool = adamw.Memory((1 if quick else 16) << 20), adamw._C.HostOptimizer(1)
-        job = memory.job("adamw", True, state=state)
+        job = memory.job("adamw", True, factor, state)
 
         def turn() -> float:
             memory.renew()
@@ -85,6 +86,9 @@ def measures(quick: bool, blocks: int) -> dict[str, Callable[[], Callable[[], fl
     return {
         "update, bf16": lambda: updates("bf16"),
         "update, 8bit": lambda: updates("8bit"),
+        "clipped update, fp32": lambda: updates("fp32", 0.37),
+        "clipped update, bf16": lambda: updates("bf16", 0.37),
+        "clipped update, 8bit": lambda: updates("8bit", 0.37),
         "steps, torch": lambda: steps("torch"),
         "steps, fused": lambda: steps("fused"),
         "visits": lambda: visits,
@@ -169,7 +173,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def main() -> int:
     import _common
 
-    names = ["update, bf16", "update, 8bit", "steps, torch", "steps, fused", "visits", "overlap"]
+    names = list(measures(False, 0))
     parser = _common.parser_of(__doc__)
     parser.add_argument("other", type=Path, help="a built checkout of another commit")
     parser.add_argument("--rounds", type=int, help="starts of the two processes; from 6 on there is an interval")

@@ -43,7 +43,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -158,17 +157,16 @@ def sweep(args: argparse.Namespace, folder: Path) -> None:
 # ---- checksums ----
 
 # As CMakeLists.txt has them for csrc/base/checksum.cpp.
-CHECKSUM_FLAGS = ["-std=c++20", "-O3", "-funroll-loops", "-ffp-contract=off", "-DNDEBUG", "-shared", "-fPIC"]
+CHECKSUM_FLAGS = ["-funroll-loops", "-ffp-contract=off", "-DNDEBUG", "-shared", "-fPIC"]
 FIRST_CACHE = 16 << 10
 
 
 def checksum_loops() -> ctypes.CDLL:
     """See _checksum_speed.cpp."""
-    sources = [str(_common.ROOT / name) for name in ("csrc/base/checksum.cpp", "benchmarks/_checksum_speed.cpp")]
+    sources = ["csrc/base/checksum.cpp", "benchmarks/_checksum_speed.cpp"]
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "checksums.so"
-        command = [os.environ.get("CXX", "c++"), *CHECKSUM_FLAGS, f"-I{_common.ROOT / 'csrc'}", *sources]
-        subprocess.run([*command, "-o", str(library)], check=True)
+        _common.compile_cxx(library, sources, CHECKSUM_FLAGS)
         return ctypes.CDLL(str(library))
 
 

@@ -1,47 +1,37 @@
 """Do stores that bypass the caches, prefetching, larger pages or another order of the arrays make updates faster?
 
-AdamW's update and its draft on split masters, for each format of moments, on arrays that no cache holds: the loops of
-this machine's widest instruction set, 256 elements a call. Each variant changes one thing of the base, which is as in
-noria: an array for each stream, huge pages, plain stores, no prefetching by software.
+AdamW's update, a clipped one and a draft on split masters, for each format of moments, on arrays that no cache holds:
+the loops of this machine's widest instruction set, 256 elements a call. Each variant changes one thing of the base,
+which is as in noria: an array for each stream, huge pages, plain stores, no prefetching by software.
 
 - All streams are prefetched 1, 2, 4 or 8 calls ahead.
 - Pages have 4 KiB.
 - The streams begin at different places of a page, in place of the same one. Or pieces of all streams follow each other
   in one array, 2 MiB of the bf16 weights, for example.
 - An update's results, or a draft's log, are made in the first cache, and copied by streaming stores.
+- Of a clipped update: the gradient of several calls is clipped at once.
 
 All variants take turns on the same values, and must make the same bits. Ratios are of neighbours in one turn. For x86.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import _common
 from noria import _C
-from update_parts import FLAGS, FLAGS_OF_GCC, MARCH
+from update_parts import MARCH, compile_kernels
 
-HERE = Path(__file__).resolve().parent
 BASE, HUGE_PAGES = "base", "huge pages, KiB"
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 Samples = dict[str, dict[str, list[float]]]  # seconds (KiB of HUGE_PAGES), by way and variant
-
-
-def compiled(instruction_set: str, folder: Path) -> Path:
-    compiler = os.environ.get("CXX", "c++")
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    flags = FLAGS + (FLAGS_OF_GCC if "Free Software Foundation" in version else [])
-    program = folder / "variants"
-    source = ["-pthread", f"-I{HERE.parent / 'csrc'}", str(HERE / "_memory_variants.cpp")]
-    subprocess.run([compiler, *flags, f"-march={MARCH[instruction_set]}", *source, "-o", program], check=True)
-    return program
 
 
 def measure(program: Path, count: int, threads: int, rounds: int) -> Samples:
@@ -82,14 +72,15 @@ def main() -> int:
     samples: dict[str, Samples] = {}
     summary: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        program = compiled(sets[-1], Path(folder))
+        program = Path(folder) / "variants"
+        compile_kernels(program, "benchmarks/_memory_variants.cpp", sets[-1])
         for threads in args.threads:
             key = f"{threads} threads"
             samples[key] = measure(program, count, threads, rounds)
             summary[key] = found = summary_of(samples[key], count)
-            variants = list(next(iter(found.values())))
+            variants = list(dict.fromkeys(chain(*found.values())))
             rows = [
-                [variant, *(f"{variants_of_way[variant]['over_base']:.3f}" for variants_of_way in found.values())]
+                [variant, *(f"{its[variant]['over_base']:.3f}" if variant in its else "" for its in found.values())]
                 for variant in variants
             ]
             rows.append(["base, Gparam/s", *(f"{each[BASE]['gparam_s']:.2f}" for each in found.values())])
@@ -101,7 +92,8 @@ def main() -> int:
     _common.Result("memory_variants", samples, summary, settings | ended).write(args, began)
     told = []
     for variant in variants[1:]:
-        ratios = [each[variant]["over_base"] for found in summary.values() for each in found.values()]
+        ways = [its for found in summary.values() for its in found.values() if variant in its]
+        ratios = [its[variant]["over_base"] for its in ways]
         told.append(f"{variant} {min(ratios):.2f} to {max(ratios):.2f}")
     print(f"verdict: AdamW, split, time over the base's: {'; '.join(told)}")
     return 0

@@ -20,24 +20,27 @@ from typing import Any
 import _common
 from noria import _C
 
-HERE = Path(__file__).resolve().parent
 # As CMakeLists.txt has them.
-FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS_OF_GCC = ["-fschedule-insns"]
 MARCH = {"baseline": "x86-64", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
 BYTES = {"fp32 moments": 16, "bf16 moments": 8, "8-bit moments": 4 + 16 / _C.STATE_BLOCK}
 BYTES_OF_MASTER = {"whole": 12, "split": 10}  # with the gradient
 
 
-def parts(instruction_set: str) -> dict[str, float]:
-    """Nanoseconds by name."""
+def compile_kernels(program: Path, source: str, instruction_set: str) -> None:
+    """Compiles a program with noria's kernels, as noria is compiled."""
     compiler = os.environ.get("CXX", "c++")
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     flags = FLAGS + (FLAGS_OF_GCC if "Free Software Foundation" in version else [])
+    _common.compile_cxx(program, [source], [*flags, f"-march={MARCH[instruction_set]}", "-pthread"])
+
+
+def parts(instruction_set: str) -> dict[str, float]:
+    """Nanoseconds by name."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "parts"
-        source = [f"-I{HERE.parent / 'csrc'}", str(HERE / "_update_parts.cpp")]
-        subprocess.run([compiler, *flags, f"-march={MARCH[instruction_set]}", *source, "-o", program], check=True)
+        compile_kernels(program, "benchmarks/_update_parts.cpp", instruction_set)
         lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
     return {name: float(time) for name, time in (line.split("\t") for line in lines)}
 

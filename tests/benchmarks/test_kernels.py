@@ -115,9 +115,9 @@ def test_variants_of_memory_make_the_same_bits_and_are_compared_with_the_base(tm
     found = result(tmp_path, "memory_variants.py", "--rounds", 1)
     assert list(found["summary"]) == ["1 threads", "2 threads"]
     for ways in found["summary"].values():
-        assert len(ways) == 6
-        for variants in ways.values():
-            assert len(variants) == 9 and variants["base"]["over_base"] == 1
+        assert len(ways) == 9
+        for way, variants in ways.items():
+            assert len(variants) == (5 if "clipped" in way else 9) and variants["base"]["over_base"] == 1
             assert all(each["over_base"] > 0 and each["gparam_s"] > 0 for each in variants.values())
 
 
@@ -131,8 +131,10 @@ def test_an_optimizer_of_matrices_is_compared_with_that_of_torch(tmp_path, optim
 
 
 @pytest.mark.rest
-def test_losses_are_told_for_each_format_of_the_moments(tmp_path):
-    found = result(tmp_path, "states.py", "--steps", 2, "--seeds", 2, "--width", 32, "--layers", 1)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_losses_are_told_for_each_format_of_the_moments(tmp_path, optimizer):
+    small = ["--steps", 2, "--seeds", 2, "--width", 32, "--layers", 1]
+    found = result(tmp_path, "states.py", "--optimizer", optimizer, *small)
     assert {"fp32", "bf16", "8bit"} < set(found["summary"])
     for state, its in found["summary"].items():
         assert len(its["held_out"]) == 2 and its["mean"] == pytest.approx(sum(its["held_out"]) / 2)
