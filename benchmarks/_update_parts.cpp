@@ -1,7 +1,7 @@
 // The parts of one update, each by itself on a block that stays in the first cache. benchmarks/update_parts.py compiles
 // this for each instruction set, and runs it. It prints a name and nanoseconds per element on each line, the best of
-// many turns; on the first line the nanoseconds of a cycle: a product of integers takes three. (Some processors do chains
-// of additions while they rename registers.)
+// many turns; on the first line the nanoseconds of a cycle: a product of integers takes three. (Some processors do
+// chains of additions while they rename registers.)
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -106,17 +106,17 @@ void show_parts_of_8bit(Arrays& arrays, const UpdateScalars& scalars) {
   show("8-bit split: look for NaNs", kCount, [&] {
     if (have_nans(arrays.codes_m, kCount)) std::abort();
   });
-  show("8-bit split: decode and update", kCount,
-       [&] { run_block_of_halves<AdamW>(unit, arrays.half_gradient, scalars, moments); });
+  show("8-bit split: decode, and update moments", kCount,
+       [&] { begin_pairs<AdamW>(unit, arrays.half_gradient, scalars, moments); });
   Block m{}, v{};
   show("8-bit split: scales", kCount, [&] {
     m = block_for<FirstCodes>(moments.m, kCount, moments.largest_m);
     v = block_for<SecondCodes>(moments.v, kCount, moments.largest_v);
   });
-  show("8-bit split: encode", kCount, [&] { encode_pairs<AdamW>(moments, m, v, 7); });
+  show("8-bit split: step, and encode", kCount, [&] { end_pairs<AdamW>(unit, scalars, moments, m, v, 7); });
   show("8-bit split: narrow codes", kCount, [&] {
-    narrow_pairs(moments.codes_m, 0, arrays.codes_m);
-    narrow_pairs(moments.codes_m, 16, arrays.codes_v);
+    narrow_pairs(moments.new_codes, 0, arrays.codes_m);
+    narrow_pairs(moments.new_codes, 16, arrays.codes_v);
   });
 }
 

@@ -107,8 +107,9 @@ class Elements {
 
   void update(std::size_t begin, std::size_t end) const {
     while (begin < end) {
+      // While a gradient is scaled, nothing of the other arrays is read, and memory idles. So little is scaled at once.
+      const std::size_t most = ScaledGradient::has_work(piece_.scalars) ? kStateBlock : end - begin;
       // A kernel counts in 32 bits.
-      const std::size_t most = ScaledGradient::has_work(piece_.scalars) ? ScaledGradient::kMost : end - begin;
       const std::size_t size = std::min({most, end - begin, before_carry(begin)});
       ScaledGradient scaled;
       const void* gradient = seen(piece_.scalars, begin, size, scaled);

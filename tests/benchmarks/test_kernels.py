@@ -106,7 +106,7 @@ def test_parts_of_an_update_are_told_for_each_instruction_set(tmp_path):
     for parts in found["summary"].values():
         ways = [part for name, part in parts.items() if name.endswith((", update", ", draft"))]
         assert len(ways) == 12 and all(way["cycles"] > 0 and way["cores_for_0.9"] > 0 for way in ways)
-        assert parts["hash"]["cycles"] > 0 and parts["8-bit split: encode"]["cycles"] > 0
+        assert parts["hash"]["cycles"] > 0 and parts["8-bit split: step, and encode"]["cycles"] > 0
 
 
 @pytest.mark.rest

@@ -1,6 +1,7 @@
 """The same bits from every instruction set, for all cuts and contents of the arrays, in place or as a draft."""
 
 import hashlib
+import math
 import os
 import platform
 import subprocess
@@ -85,6 +86,28 @@ def test_split_master_is_updated_as_the_fp32_master_is(rule, state, wild, spoilt
             ours, theirs = (np.where(np.isnan(each), 0, each).view(np.uint32) for each in (ours, theirs))
         np.testing.assert_array_equal(ours, theirs)
     assert not np.array_equal(whole.master.view(np.uint32), before.view(np.uint32))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    "changed", [{"weight_decay": math.nan}, {"weight_decay": math.inf}, {"weight_decay": -math.inf}, {"lr": math.inf}]
+)
+def test_decay_that_is_no_number_has_the_same_effect_on_every_set(rule, state, split, changed):
+    """Also on weights that are infinite or NaN. NaNs are alike."""
+    p = np.resize(np.array([1, 0, -0.0, np.inf, -np.inf, np.nan, -3e38, 1e-30], np.float32), 603)
+    moments = [np.resize(np.array([1e-3, -1e-3, 0], np.float32), p.size), np.full_like(p, 1e-6)][: MOMENTS[rule]]
+    g = np.resize(np.array([1e-3, -2e-3, 0, np.nan], np.float32), p.size)
+
+    def outcome(instruction_set):
+        unit = Unit(rule, p, g, moments=moments, split_master=split, state=state)
+        unit.step(30, instruction_set=instruction_set, **changed)
+        return np.where(np.isnan(unit.master), np.float32(math.nan), unit.master).view(np.uint32)
+
+    baseline = outcome(SETS[0])
+    for instruction_set in SETS[1:]:
+        np.testing.assert_array_equal(outcome(instruction_set), baseline)
 
 
 # ---- factor -------------------------------------------------------------------------------------------------------
