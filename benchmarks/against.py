@@ -21,6 +21,7 @@ Each tree measures with its own `overhead.py` and `overlap.py`, because names in
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import math
@@ -34,6 +35,8 @@ from statistics import median
 from typing import Any
 
 TREE = Path(__file__).resolve().parent.parent
+UPDATES = ["update, bf16", "update, 8bit", "clipped update, fp32", "clipped update, bf16", "clipped update, 8bit"]
+NAMES = [*UPDATES, "steps, torch", "steps, fused", "visits", "overlap"]
 
 
 def measures(quick: bool, blocks: int) -> dict[str, Callable[[], Callable[[], float]]]:
@@ -71,11 +74,11 @@ def measures(quick: bool, blocks: int) -> dict[str, Callable[[], Callable[[], fl
 
         return turn
 
-    def updates(state: str, factor: float = 1.0) -> Callable[[], float]:
+    def updates(name: str) -> Callable[[], float]:
         import adamw
 
         memory, pool = adamw.Memory((1 if quick else 16) << 20), adamw._C.HostOptimizer(1)
-        job = memory.job("adamw", True, factor, state)
+        job = memory.job("adamw", True, 0.37 if "clipped" in name else 1.0, name.split(", ")[1])
 
         def turn() -> float:
             memory.renew()
@@ -84,11 +87,7 @@ def measures(quick: bool, blocks: int) -> dict[str, Callable[[], Callable[[], fl
         return turn
 
     return {
-        "update, bf16": lambda: updates("bf16"),
-        "update, 8bit": lambda: updates("8bit"),
-        "clipped update, fp32": lambda: updates("fp32", 0.37),
-        "clipped update, bf16": lambda: updates("bf16", 0.37),
-        "clipped update, 8bit": lambda: updates("8bit", 0.37),
+        **{name: functools.partial(updates, name) for name in UPDATES},
         "steps, torch": lambda: steps("torch"),
         "steps, fused": lambda: steps("fused"),
         "visits": lambda: visits,
@@ -173,21 +172,20 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def main() -> int:
     import _common
 
-    names = list(measures(False, 0))
     parser = _common.parser_of(__doc__)
     parser.add_argument("other", type=Path, help="a built checkout of another commit")
     parser.add_argument("--rounds", type=int, help="starts of the two processes; from 6 on there is an interval")
     parser.add_argument("--draws", type=int, default=1, help="how often models are made in each round")
     parser.add_argument("--pairs", type=int, help="of each measure for each draw")
     parser.add_argument("--blocks", type=int, help="of the GPT; default: 12")
-    parser.add_argument("--only", choices=names)
+    parser.add_argument("--only", choices=NAMES)
     args = parser.parse_args()
     rounds, pairs = args.rounds or (2 if args.quick else 12), args.pairs or (2 if args.quick else 8)
     blocks = args.blocks or (3 if args.quick else 12)
     began = _common.hardware()
     other = args.other.resolve()
     trees = {"this": TREE, "other": other}
-    chosen = names if args.only is None else [args.only]
+    chosen = NAMES if args.only is None else [args.only]
     samples = {name: {which: list[list[float]]() for which in trees} for name in chosen}
     for number in range(rounds):
         order = list(trees) if number % 2 else list(reversed(trees))
