@@ -34,6 +34,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+CXX = os.environ.get("CXX", "c++")
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -44,9 +45,9 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def compile_cxx(out: Path, sources: Sequence[str], flags: Sequence[str]) -> None:
-    """Compiles C++ files, named from the project's root, to a program or a library. `CXX` names another compiler."""
+    """Compiles C++ files, named from the project's root, to a program or a library."""
     files = [str(ROOT / source) for source in sources]
-    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}", *flags, *files]
+    command = [CXX, "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}", *flags, *files]
     subprocess.run([*command, "-o", str(out)], check=True)
 
 

@@ -10,7 +10,6 @@ second (`benchmarks/adamw.py` measures it), and the cores are those that reach 0
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -30,8 +29,7 @@ BYTES_OF_MASTER = {"whole": 12, "split": 10}  # with the gradient
 
 def compile_kernels(program: Path, source: str, instruction_set: str) -> None:
     """Compiles a program with noria's kernels, as noria is compiled."""
-    compiler = os.environ.get("CXX", "c++")
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    version = subprocess.run([_common.CXX, "--version"], check=True, capture_output=True, text=True).stdout
     flags = FLAGS + (FLAGS_OF_GCC if "Free Software Foundation" in version else [])
     _common.compile_cxx(program, [source], [*flags, f"-march={MARCH[instruction_set]}", "-pthread"])
 
