@@ -1,7 +1,7 @@
 """Adafactor's fused update: as exact as torch's, the same bits in any instruction set and on any threads.
 
-Errors are taken against fp64, after as many steps as in test_accuracy.py. The root mean square error is at most that of
-torch.optim.Adafactor on the same inputs, the largest error at most 1.5 times that. Seeded mistakes must not pass.
+Tests run as many steps as test_accuracy.py, and compare with fp64. noria's root mean square error is at most that of
+torch.optim.Adafactor. Its largest error is at most 1.5 times torch's largest. Seeded mistakes must not pass.
 """
 
 from __future__ import annotations
