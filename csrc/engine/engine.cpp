@@ -252,11 +252,13 @@ void Engine::end_step(bool blocking) {
   if (options_.prefetch_at_step && !updates_.is_any_deferred() && !has_diverged_) runner_.prepare_next_forward();
   stats_.end_step();
   if (!trace_) return;
-  Span span;  // marks the end of a step: with micro-batches, visits alone do not show it
-  span.lane = Lane::compute;
-  span.verb = Verb::user;
-  span.start_us = span.end_us = trace_->now_us();
-  trace_->add(std::move(span));
+  // Marks the end of the step, which visits do not show. It is an op because only its place in issue order is exact: at
+  // this time the device may be far behind.
+  Op mark;
+  mark.verb = Verb::user;
+  issuer_.begin(mark);
+  const std::int64_t now_us = trace_->now_us();
+  trace_->add({mark.id, mark.lane, mark.verb, mark.unit, now_us, now_us, {}, {}});
 }
 
 void Engine::set_update_slots(std::byte* memory, Bytes bytes_of_one, int num_slots) {

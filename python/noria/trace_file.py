@@ -16,8 +16,12 @@ __all__ = ["TracedSpan", "covered", "is_step", "read_trace", "whole_steps"]
 
 @dataclasses.dataclass(eq=False)
 class TracedSpan:
-    """Describes one span of a trace. `givers`: the spans that this one waited for. Units: microseconds."""
+    """Describes one span of a trace, in microseconds.
 
+    `op`: its position in issue order. `givers`: the spans that this one waited for.
+    """
+
+    op: int
     lane: str
     name: str
     start: float
@@ -46,7 +50,8 @@ def read_trace(path: Path) -> list[TracedSpan]:
         lanes = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
         slices = [event for event in events if event["ph"] == "X"]
         spans = [
-            TracedSpan(lanes[e["tid"]], e["name"], e["ts"], e["ts"] + e["dur"], e["args"]["bytes"]) for e in slices
+            TracedSpan(e["args"]["op"], lanes[e["tid"]], e["name"], e["ts"], e["ts"] + e["dur"], e["args"]["bytes"])
+            for e in slices
         ]
         arrows: dict[int, dict[str, tuple[str, float]]] = {}
         for event in events:
@@ -54,7 +59,7 @@ def read_trace(path: Path) -> list[TracedSpan]:
                 arrows.setdefault(event["id"], {})[event["ph"]] = (lanes[event["tid"]], event["ts"])
         if any(not isinstance(span.name, str) or span.lane not in _C.LANES for span in spans):
             raise ValueError("a name or a lane")
-        sum(span.num_bytes + span.start + span.end for span in spans)  # all of them are numbers
+        sum(span.op + span.num_bytes + span.start + span.end for span in spans)  # all of them are numbers
     except OSError as error:
         raise usage_error("a trace file that can be read", f"{path}: {error.strerror}", "give Policy.trace's") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -98,12 +103,12 @@ def whole_steps(spans: list[TracedSpan]) -> list[tuple[float, float]]:
     the last one.
     """
     compute = sorted(
-        (s for s in spans if s.lane == "compute" and s.verb in ("forward", "backward")), key=lambda s: (s.start, s.end)
+        (s for s in spans if s.lane == "compute" and s.verb in ("forward", "backward")), key=lambda s: s.op
     )
-    marks = [span.start for span in spans if is_step(span)]
+    marks = [span.op for span in spans if is_step(span)]
     if marks:
-        done = [span.end for span in compute]  # in order, because a lane runs one at a time
-        last = {bisect.bisect_right(done, mark) - 1 for mark in marks}
+        issued = [span.op for span in compute]
+        last = {bisect.bisect_left(issued, mark) - 1 for mark in marks}
         ends = [compute[number].end for number in sorted(last) if number >= 0]
     else:
         ends = [

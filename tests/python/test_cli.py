@@ -18,7 +18,7 @@ from noria.planning import machines
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.planning.what_if import break_even_tokens, changes, compute_us, largest_model, simulated, wall
 from noria.testing import on_machine
-from noria.trace_file import covered, read_trace
+from noria.trace_file import covered, read_trace, whole_steps
 from noria.wrap import plan_elsewhere
 from torch import nn
 
@@ -713,12 +713,22 @@ def test_trace_counts_steps_and_not_micro_batches(capsys, tmp_path):
     assert status == 0 and "\n3 whole steps, " in out, out
 
 
+def test_a_step_ends_with_its_last_backward_though_the_host_is_ahead(tmp_path):
+    spans = []
+    for step in range(3):
+        begin, now = len(spans), 1000 * step
+        for number, verb in enumerate(("forward", "backward", "forward", "backward")):
+            spans.append((begin + number, "compute", verb, 0, now + 100 * number, now + 100 * number + 100))
+        spans.append((begin + 4, "compute", "user", -1, now + 150, now + 150))  # while the first backward runs
+    assert whole_steps(read_trace(written(tmp_path, spans))) == [(400, 1400), (1400, 2400)]
+
+
 def test_trace_refuses_what_is_no_trace_of_noria(capsys, tmp_path):
     path = written(tmp_path, [])
     assert run(capsys, "trace", path)[0] == 2
     whole = json.loads(written(tmp_path, [(0, "fetch", "fetch", 0, 0, 1000, 1 << 20)]).read_text())
     damaged = []
-    for key, value in (("name", None), ("dur", "long"), ("args", {"bytes": "many"})):
+    for key, value in (("name", None), ("dur", "long"), ("args", {"op": 0, "bytes": "many"}), ("args", {"bytes": 0})):
         copied = json.loads(json.dumps(whole))
         next(event for event in copied["traceEvents"] if event["ph"] == "X")[key] = value
         damaged.append(json.dumps(copied))

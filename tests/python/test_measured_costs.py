@@ -1,5 +1,7 @@
 """Costs that a trace tells: from them a simulated step takes what the traced one took."""
 
+import itertools
+
 import noria
 import pytest
 import torch
@@ -94,22 +96,31 @@ def test_a_step_with_the_costs_of_a_simulated_one_takes_as_long(policy):
         assert PlannedStep(planned, 1, PlanSpeeds(1, 1, 1, 1), slower).step_us > 1.25 * step.step_us
 
 
-def backwards_of(visits):
-    """Of a step, by a trace of visits (f, b) and ends of a `step()` (u), one after the other."""
+def backwards_of(visits, ahead=()):
+    """Of a step, by a trace of visits (f, b) and ends of a `step()` (u) in issue order.
+
+    `ahead`: by step, how many visits the device has still before it when the host marks the end.
+    """
     verbs = {"f": "forward", "b": "backward", "u": "user"}
-    spans = [
-        span(number, "compute", verbs[each], -1 if each == "u" else 0, 10 * number, 10 * number + 10)
-        for number, each in enumerate(visits)
-    ]
-    return measured_costs(spans, 1).backwards
+    spans, now, by_step = [], 0, itertools.chain(ahead, itertools.repeat(0))
+    for number, each in enumerate(visits):
+        if each == "u":
+            mark = now - 10 * next(by_step)
+            spans.append(span(number, "compute", "user", -1, mark, mark))
+        else:
+            spans.append(span(number, "compute", verbs[each], 0, now, now + 10))
+            now += 10
+    return measured_costs(sorted(spans, key=lambda each: each.end_us), 1).backwards
 
 
 def test_backwards_of_a_step_that_began_before_the_trace_do_not_count():
     assert backwards_of("bfbfbu" + "fbfbu" + "fbfbu" + "fb") == 2
 
 
-def test_a_step_that_is_called_before_the_device_is_through_divides_no_backward():
-    assert backwards_of(4 * "fbfbub") == 2
+@pytest.mark.parametrize("ahead", [(1, 1, 1), (2, 0, 0), (3, 1, 0), (5, 2, 2)], ids=str)
+def test_backwards_count_to_their_step_if_the_device_is_behind(ahead):
+    assert backwards_of(3 * "fbfbfbu", ahead) == 3
+    assert backwards_of(3 * "ffbbfbu", ahead) == 2
 
 
 def test_steps_of_a_second_optimizer_have_no_backwards_of_their_own():

@@ -84,6 +84,7 @@ def spans_of(step: PlannedStep) -> list[TracedSpan]:
     names = [unit.name for unit in step.planned.units]
     return [
         TracedSpan(
+            span.op,
             span.lane,
             f"{span.verb} {names[span.unit]}" if span.unit >= 0 else span.verb,
             span.start_us,

@@ -167,7 +167,8 @@ def measured_costs(
         bytes_on_device: by unit that the device updates: the bytes of one op.
     """
     ends = {span.op: span.end_us for span in spans}
-    compute = sorted((span for span in spans if span.lane == "compute"), key=lambda span: (span.start_us, span.end_us))
+    # In issue order: when the host marks the end of a step, the device may be far behind.
+    compute = sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.op)
     visits: dict[tuple[str, int], list[float]] = defaultdict(list)
     hooks: list[float] = []
     landed = sorted(span.end_us for span in spans if span.verb == "drain")
@@ -206,10 +207,9 @@ def measured_costs(
         elif not is_again:
             open_visits[span.unit] += 1 if span.verb == "forward" else -1
         backwards[-1] += span.verb == "backward" and not is_backward
-        if span.verb != "user":  # the host's loop may be ahead of a backward
-            is_backward = span.verb == "backward" or is_again
+        is_backward = span.verb == "backward" or is_again
         last = None if free_us is None or is_again else (span.verb, span.unit)
-        free_us = span.end_us
+        free_us = max(free_us or 0, span.end_us)
     by_lane: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for span in spans:
         if span.lane != "compute" and span.bytes:
