@@ -227,8 +227,8 @@ class Bench {
           arrays.m.codes[i] = static_cast<u8>(FirstCodes::encode(m, block_m, FirstCodes::Magnitude::kToNearest));
           arrays.v.codes[i] = static_cast<u8>(SecondCodes::encode(v, block_v, SecondCodes::Magnitude::kToNearest));
         } else {
-          State::array(arrays.m)[i] = State::store(m, 0x8000u);
-          State::array(arrays.v)[i] = State::store(v, 0x8000u);
+          State::put(arrays.m, i, State::nearest(m));
+          State::put(arrays.v, i, State::nearest(v));
         }
       }
     }
