@@ -7,6 +7,7 @@ Two processes measure the same things, one with this tree's noria and one with t
     overlap                  steps of `overlap.py`'s balanced setting with paced compute, update="auto"
     update, and its format   AdamW on split masters by one thread, with moments in this format (`adamw.py`)
     clipped update           the same, with a factor for the gradient
+    draft                    the same as a draft, which can be undone
 
 While one process measures, the other waits for its turn. A process may be faster than its like by where its memory
 lies, and a model by where it lies in its process. So both start anew for each round, and in a round both make their
@@ -35,7 +36,9 @@ from statistics import median
 from typing import Any
 
 TREE = Path(__file__).resolve().parent.parent
-UPDATES = ["update, bf16", "update, 8bit", "clipped update, fp32", "clipped update, bf16", "clipped update, 8bit"]
+FORMATS = ("fp32", "bf16", "8bit")
+VARIED = [f"{kind}, {state}" for kind in ("clipped update", "draft") for state in FORMATS]
+UPDATES = ["update, bf16", "update, 8bit", *VARIED]
 NAMES = [*UPDATES, "steps, torch", "steps, fused", "visits", "overlap"]
 
 
@@ -78,11 +81,14 @@ def measures(quick: bool, blocks: int) -> dict[str, Callable[[], Callable[[], fl
         import adamw
 
         memory, pool = adamw.Memory((1 if quick else 16) << 20), adamw._C.HostOptimizer(1)
-        job = memory.job("adamw", True, 0.37 if "clipped" in name else 1.0, name.split(", ")[1])
+        kind, state = name.split(", ")
+        job, verb = memory.job("adamw", True, 0.37 if kind == "clipped update" else 1.0, state), "update"
+        if kind == "draft":
+            job, verb = job.drafting(memory.log.data_ptr(), *memory.log_size), "draft"
 
         def turn() -> float:
             memory.renew()
-            return overhead._common.seconds(lambda: pool.submit(job).wait_passed())
+            return overhead._common.seconds(lambda: pool.submit(job, verb=verb).wait_passed())
 
         return turn
 
