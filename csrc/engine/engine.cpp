@@ -252,8 +252,8 @@ void Engine::end_step(bool blocking) {
   if (options_.prefetch_at_step && !updates_.is_any_deferred() && !has_diverged_) runner_.prepare_next_forward();
   stats_.end_step();
   if (!trace_) return;
-  // Marks the end of the step, which visits do not show. It is an op because only its place in issue order is exact: at
-  // this time the device may be far behind.
+  // Marks the end of the step, which visits do not show. The mark is an op, because an id tells its place in issue
+  // order. Its time does not: the device may be far behind the host.
   Op mark;
   mark.verb = Verb::user;
   issuer_.begin(mark);

@@ -7,14 +7,15 @@
 // Threads: those of one job write different blocks.
 //
 // Note [Undo]. A draft updates in place. The old values are nearly determined by the new ones and the gradient. Adam's
-// first moment was about (m - (1 - beta1) g) / beta1, for example. So for each element the log keeps how many floats
-// the old value is away from that estimate. m has 4 bits for this number, v and p have 2. If one of them is too far
-// away, its old bits are kept in a list (an exception). The estimate is a formula (optim/walk_back.inc), and both the
-// draft and the undo compute it, with the same bits. So the old bits come back however bad an estimate is.
+// first moment was about (m - (1 - beta1) g) / beta1, for example. So for each element the log keeps how far the old
+// value is from that estimate. It counts floats, bf16 values or codes, as the value is stored. With two moments, m has
+// 4 bits for this number, v and p have 2. If one of them is too far away, its old bits are kept in a list (an
+// exception). The estimate is a formula (optim/walk_back.inc), and both the draft and the undo compute it, with the
+// same bits. So the old bits come back however bad an estimate is.
 //
-// The list of a unit has a planned number of slots, one for each old value. If it is full, a block is left out: the
-// draft undoes what it has made of the block, and `step` updates it. In the first steps after a start many estimates
-// are bad, and many blocks are left out.
+// The list of a unit has a planned number of slots, one for each exception and for each old scale. If it is full, a
+// block is left out: the draft undoes what it has made of the block, and `step` updates it. In the first steps after a
+// start many estimates are bad, and many blocks are left out.
 #pragma once
 
 #include <cstddef>

@@ -106,7 +106,7 @@ inline constexpr std::size_t kUndoBlock = 1024;
 /// Begins an undo log. Both numbers are 0 before the first block is written.
 struct UndoHeader {
   std::uint32_t num_used;  // slots
-  std::uint32_t num_left;  // blocks that had no room, and were left as they are
+  std::uint32_t num_left;  // blocks without room, which keep their old values
 };
 
 /// Points at one block of an undo log (optim/undo_log.h).

@@ -167,7 +167,7 @@ def measured_costs(
         bytes_on_device: by unit that the device updates: the bytes of one op.
     """
     ends = {span.op: span.end_us for span in spans}
-    # In issue order: when the host marks the end of a step, the device may be far behind.
+    # In issue order. The end of a step has the host's time, which may be before visits of that step.
     compute = sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.op)
     visits: dict[tuple[str, int], list[float]] = defaultdict(list)
     hooks: list[float] = []
@@ -209,7 +209,7 @@ def measured_costs(
         backwards[-1] += span.verb == "backward" and not is_backward
         is_backward = span.verb == "backward" or is_again
         last = None if free_us is None or is_again else (span.verb, span.unit)
-        free_us = max(free_us or 0, span.end_us)
+        free_us = max(free_us or 0, span.end_us)  # the mark of a step may be earlier than the visit before it
     by_lane: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for span in spans:
         if span.lane != "compute" and span.bytes:
