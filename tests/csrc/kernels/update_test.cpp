@@ -173,8 +173,12 @@ TEST(DeviceKernels, store_one_nan) {
     const auto is_ours = [&](float value) { return !std::isnan(value) || std::memcmp(&value, &ours, 4) == 0; };
     for (std::size_t i = 0; i < arrays.master.size(); ++i) {
       EXPECT_TRUE(is_ours(arrays.value(i)));
-      if (num_moments(each.rule) > 0) EXPECT_TRUE(is_ours(arrays.m[i]));
-      if (num_moments(each.rule) > 1) EXPECT_TRUE(is_ours(arrays.v[i]));
+      if (num_moments(each.rule) > 0) {
+        EXPECT_TRUE(is_ours(arrays.m[i]));
+      }
+      if (num_moments(each.rule) > 1) {
+        EXPECT_TRUE(is_ours(arrays.v[i]));
+      }
     }
   }
 }
