@@ -107,8 +107,7 @@ def whole_steps(spans: list[TracedSpan]) -> list[tuple[float, float]]:
     )
     marks = [span.op for span in spans if is_step(span)]
     if marks:
-        issued = [span.op for span in compute]
-        last = {bisect.bisect_left(issued, mark) - 1 for mark in marks}
+        last = {bisect.bisect_left(compute, mark, key=lambda span: span.op) - 1 for mark in marks}
         ends = [compute[number].end for number in sorted(last) if number >= 0]
     else:
         ends = [

@@ -123,6 +123,10 @@ def test_backwards_count_to_their_step_if_the_device_is_behind(ahead):
     assert backwards_of(3 * "ffbbfbu", ahead) == 2
 
 
+def test_a_step_that_is_called_before_the_device_is_through_divides_no_backward():
+    assert backwards_of(4 * "fbfbbu", ahead=4 * (1,)) == 2
+
+
 def test_steps_of_a_second_optimizer_have_no_backwards_of_their_own():
     assert backwards_of(4 * "fbfbfbuu") == 3
 

@@ -1,7 +1,8 @@
 """Adafactor's fused update: as exact as torch's, the same bits in any instruction set and on any threads.
 
-Tests run as many steps as test_accuracy.py, and compare with fp64. noria's root mean square error is at most that of
-torch.optim.Adafactor. Its largest error is at most 1.5 times torch's largest. Seeded mistakes must not pass.
+noria and torch.optim.Adafactor run as many steps as in test_accuracy.py. The error of each is its distance from fp64.
+noria's root mean square error must be at most torch's. Its largest error must be at most 1.5 times torch's largest.
+Seeded mistakes must not pass.
 """
 
 from __future__ import annotations
