@@ -6,6 +6,7 @@
 #include "base/errors.h"
 #include "base/trace.h"
 #include "base/words.h"
+#include "bindings/bind_words.h"
 
 namespace py = pybind11;
 
@@ -65,14 +66,13 @@ void bind_base(py::module_& m) {
       .def_property_readonly("bytes", [](const Span& span) { return span.bytes.count; })
       .def_property_readonly("waits", &wait_ids);
 
-  using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Trace, std::shared_ptr<Trace>>(m, "Trace")
       .def(py::init<std::size_t>(), py::arg("capacity"))
-      .def("add", &Trace::add, py::arg("span"), Release())
-      .def("note", &Trace::note, py::arg("text"), Release())
-      .def("spans", &Trace::spans, Release())
-      .def("clear", &Trace::clear, Release())
-      .def("chrome_json", &Trace::chrome_json, py::arg("unit_names"), Release())
+      .def("add", &Trace::add, py::arg("span"), NoGil())
+      .def("note", &Trace::note, py::arg("text"), NoGil())
+      .def("spans", &Trace::spans, NoGil())
+      .def("clear", &Trace::clear, NoGil())
+      .def("chrome_json", &Trace::chrome_json, py::arg("unit_names"), NoGil())
       .def_property_readonly("num_dropped", &Trace::num_dropped)
       .def_property_readonly("now_us", &Trace::now_us);
 }

@@ -13,18 +13,10 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/bind_words.h"
 #include "bindings/torch_bridge.h"
 
 namespace noria {
-
-using NoGil = pybind11::call_guard<pybind11::gil_scoped_release>;
-
-/// Asks without the GIL, for a result that becomes a Python object.
-template <class Question>
-auto without_gil(Question question) {
-  const pybind11::gil_scoped_release no_gil;
-  return question();
-}
 
 struct BridgePart {
   std::shared_ptr<TorchBridge> bridge;
@@ -57,8 +49,6 @@ auto of_owner(Owner& (TorchBridge::*owner)(), Result (Owner::*call)(Arguments...
     return ((self.bridge.get()->*owner)().*call)(std::forward<Arguments>(arguments)...);
   };
 }
-
-inline std::byte* pointer(std::int64_t address) { return reinterpret_cast<std::byte*>(address); }
 
 inline std::vector<std::byte*> pointers(const std::vector<std::int64_t>& addresses) {
   std::vector<std::byte*> found;

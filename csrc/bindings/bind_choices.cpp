@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/bind_words.h"
 #include "plan/copies.h"
 #include "plan/costs.h"
 #include "plan/loans.h"
@@ -24,8 +25,6 @@ namespace py = pybind11;
 
 namespace noria {
 namespace {
-
-using Release = py::call_guard<py::gil_scoped_release>;  // pure functions; with a large model they take milliseconds
 
 void bind_costs(py::module_& m) {
   using ByLane = std::map<std::string, double>;
@@ -95,7 +94,7 @@ void bind_costs(py::module_& m) {
       },
       py::arg("ops"), py::arg("waits"), py::arg("costs"), py::arg("priorities") = std::vector<int>(),
       py::arg("ring_slots") = 0, py::arg("takes") = std::vector<std::int64_t>(),
-      py::arg("gives") = std::vector<std::int64_t>(), Release());
+      py::arg("gives") = std::vector<std::int64_t>(), NoGil());
   m.def("is_postponed", &is_postponed, py::arg("number"), py::arg("num_slots"), py::arg("most_postponed"));
 }
 
@@ -116,7 +115,7 @@ void bind_ways(py::module_& m) {
         }
         return ways;
       },
-      py::arg("blocks"), py::arg("bytes"), py::arg("host"), py::arg("peers"), Release());
+      py::arg("blocks"), py::arg("bytes"), py::arg("host"), py::arg("peers"), NoGil());
   m.def(
       "choose_copies",
       [](const std::vector<std::pair<std::int64_t, int>>& units, double home_us_per_byte, double peer_us_per_byte,
@@ -126,7 +125,7 @@ void bind_ways(py::module_& m) {
         return choose_copies(all, {home_us_per_byte, peer_us_per_byte, home_us, peer_us}, Bytes{room});
       },
       py::arg("units"), py::arg("home_us_per_byte"), py::arg("peer_us_per_byte"), py::arg("home_us"),
-      py::arg("peer_us"), py::arg("room"), Release());
+      py::arg("peer_us"), py::arg("room"), NoGil());
 }
 
 void bind_loans(py::module_& m) {
@@ -145,9 +144,9 @@ void bind_loans(py::module_& m) {
         }
         return loans;
       },
-      py::arg("offers"), py::arg("bandwidth"), Release());
+      py::arg("offers"), py::arg("bandwidth"), NoGil());
 
-  m.def("link_classes", &link_classes, py::arg("bandwidth"), Release());
+  m.def("link_classes", &link_classes, py::arg("bandwidth"), NoGil());
   m.def(
       "need_and_spare",
       [](std::int64_t most_saved, std::int64_t largest, std::optional<std::int64_t> room) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/words.h"
+#include "bindings/bind_words.h"
 #include "bindings/c10d_collectives.h"
 #include "bindings/element_types.h"
 #include "comm/collect_lane.h"
@@ -13,13 +14,7 @@
 namespace py = pybind11;
 
 namespace noria {
-namespace {
-
-using NoGil = py::call_guard<py::gil_scoped_release>;
-
-std::byte* pointer(std::int64_t address) { return reinterpret_cast<std::byte*>(address); }
-
-}  // namespace
+namespace {}  // namespace
 
 void bind_comm(py::module_& m) {
   py::class_<Collectives, std::shared_ptr<Collectives>>(m, "Collectives")

@@ -9,6 +9,7 @@
 
 #include "base/errors.h"
 #include "base/words.h"
+#include "bindings/bind_words.h"
 #include "bindings/home_use.h"
 #include "bindings/lane_stats.h"
 #include "device/backend.h"
@@ -26,10 +27,6 @@ namespace py = pybind11;
 namespace noria {
 namespace {
 
-using Address = std::uintptr_t;
-using Release = py::call_guard<py::gil_scoped_release>;
-
-std::byte* at(Address address) { return reinterpret_cast<std::byte*>(address); }
 Address address_of(const void* memory) { return reinterpret_cast<Address>(memory); }
 
 OpLabel make_label(std::int64_t op, const std::string& lane, const std::string& verb, std::int32_t unit) {
@@ -72,9 +69,9 @@ Transfer make_transfer(const std::vector<std::tuple<Address, Address, std::int64
                        const std::vector<std::pair<Address, std::int64_t>>& poison, const std::vector<int>& links) {
   NORIA_INVARIANT(links.empty() || links.size() == copies.size(), "links are by copy");
   Transfer transfer;
-  for (const auto& [to, from, bytes] : copies) transfer.copies.push_back({at(to), at(from), Bytes{bytes}});
+  for (const auto& [to, from, bytes] : copies) transfer.copies.push_back({pointer(to), pointer(from), Bytes{bytes}});
   for (std::size_t i = 0; i < links.size(); ++i) transfer.copies[i].link = links[i];
-  for (const auto& [memory, bytes] : poison) transfer.poison.emplace_back(at(memory), Bytes{bytes});
+  for (const auto& [memory, bytes] : poison) transfer.poison.emplace_back(pointer(memory), Bytes{bytes});
   return transfer;
 }
 
@@ -84,20 +81,20 @@ void bind_tickets(py::module_& m) {
       .def_property_readonly("lane", [](const TicketState& ticket) { return to_string(ticket.label.lane); })
       .def_property_readonly("verb", [](const TicketState& ticket) { return to_string(ticket.label.verb); })
       .def_property_readonly("unit", [](const TicketState& ticket) { return ticket.label.unit.value; })
-      .def("passed", &TicketState::passed, Release())
-      .def("wait_passed", &TicketState::wait_passed, Release())
-      .def("wait_issued", &TicketState::wait_issued, Release());
+      .def("passed", &TicketState::passed, NoGil())
+      .def("wait_passed", &TicketState::wait_passed, NoGil())
+      .def("wait_issued", &TicketState::wait_issued, NoGil());
 
   py::class_<HostTicket, TicketState, std::shared_ptr<HostTicket>>(m, "HostTicket")
       .def(py::init([](std::int64_t op, const std::string& lane, const std::string& verb, std::int32_t unit) {
              return std::make_shared<HostTicket>(make_label(op, lane, verb, unit));
            }),
            py::arg("op") = -1, py::arg("lane") = "update", py::arg("verb") = "update", py::arg("unit") = -1)
-      .def("pass_", &HostTicket::pass, Release())
+      .def("pass_", &HostTicket::pass, NoGil())
       .def(
           "fail",
           [](HostTicket& ticket, const std::string& why) { ticket.fail(std::make_exception_ptr(MachineError(why))); },
-          py::arg("why"), Release());
+          py::arg("why"), NoGil());
 }
 
 SharedMemory make_shared_memory(std::int64_t bytes, int fd, const py::bytes& handle) {
@@ -125,25 +122,27 @@ void bind_backend(py::module_& m) {
       .def_property_readonly("name", &Backend::name)
       .def(
           "allocate", [](Backend& b, std::int64_t bytes) { return address_of(b.allocate(Bytes{bytes})); },
-          py::arg("bytes"), Release())
+          py::arg("bytes"), NoGil())
       .def(
-          "free", [](Backend& b, Address memory) { b.free(at(memory)); }, py::arg("memory"), Release())
+          "free", [](Backend& b, Address memory) { b.free(pointer(memory)); }, py::arg("memory"), NoGil())
       .def(
           "allocate_shared", [](Backend& b, std::int64_t bytes) { return address_of(b.allocate_shared(Bytes{bytes})); },
-          py::arg("bytes"), Release())
+          py::arg("bytes"), NoGil())
       .def(
-          "shared", [](const Backend& b, Address memory) { return b.shared(at(memory)); }, py::arg("memory"), Release())
+          "shared", [](const Backend& b, Address memory) { return b.shared(pointer(memory)); }, py::arg("memory"),
+          NoGil())
       .def(
           "open_shared", [](Backend& b, const SharedMemory& told) { return address_of(b.open_shared(told)); },
-          py::arg("told"), Release())
+          py::arg("told"), NoGil())
       .def(
           "discard_shared",
           [](Backend& b, Address memory, std::int64_t offset, std::int64_t bytes) {
-            return b.discard_shared(at(memory), Bytes{offset}, Bytes{bytes}).count;
+            return b.discard_shared(pointer(memory), Bytes{offset}, Bytes{bytes}).count;
           },
-          py::arg("memory"), py::arg("offset"), py::arg("bytes"), Release())
+          py::arg("memory"), py::arg("offset"), py::arg("bytes"), NoGil())
       .def(
-          "close_shared", [](Backend& b, Address memory) { b.close_shared(at(memory)); }, py::arg("memory"), Release())
+          "close_shared", [](Backend& b, Address memory) { b.close_shared(pointer(memory)); }, py::arg("memory"),
+          NoGil())
       .def_property_readonly("allocated", [](const Backend& b) { return b.allocated().count; })
       .def_property_readonly("capacity", [](const Backend& b) { return b.capacity().count; })
       .def_property_readonly("num_allocations", &Backend::num_allocations)
@@ -151,15 +150,16 @@ void bind_backend(py::module_& m) {
       .def(
           "register_home",
           [](Backend& b, Address memory, std::int64_t bytes, const std::string& use) {
-            return b.register_home(at(memory), Bytes{bytes}, parse_home_use(use));
+            return b.register_home(pointer(memory), Bytes{bytes}, parse_home_use(use));
           },
-          py::arg("memory"), py::arg("bytes"), py::arg("use") = "device", Release())
+          py::arg("memory"), py::arg("bytes"), py::arg("use") = "device", NoGil())
       .def(
-          "unregister_home", [](Backend& b, Address memory) { b.unregister_home(at(memory)); }, py::arg("memory"),
-          Release())
+          "unregister_home", [](Backend& b, Address memory) { b.unregister_home(pointer(memory)); }, py::arg("memory"),
+          NoGil())
       .def(
-          "device_address", [](const Backend& b, Address memory) { return address_of(b.device_address(at(memory))); },
-          py::arg("home_memory"), Release())
+          "device_address",
+          [](const Backend& b, Address memory) { return address_of(b.device_address(pointer(memory))); },
+          py::arg("home_memory"), NoGil())
       .def_property_readonly("staging_bytes", [](const Backend& b) { return b.staging_bytes().count; })
       .def_property_readonly("pci_bus_id", &Backend::pci_bus_id)
       .def(
@@ -172,38 +172,38 @@ void bind_backend(py::module_& m) {
           },
           py::arg("lane"), py::arg("copies"), py::arg("poison") = std::vector<std::pair<Address, std::int64_t>>(),
           py::arg("waits") = std::vector<Ticket>(), py::kw_only(), py::arg("links") = std::vector<int>(),
-          py::arg("op") = -1, py::arg("verb") = "", py::arg("unit") = -1, Release())
+          py::arg("op") = -1, py::arg("verb") = "", py::arg("unit") = -1, NoGil())
       .def(
           "open",
           [](Backend& b, std::int64_t op, const std::string& verb, std::int32_t unit, const std::string& lane,
              std::int64_t bytes) { return b.open(make_label(op, lane, verb, unit), Bytes{bytes}); },
           py::arg("op") = -1, py::arg("verb") = "forward", py::arg("unit") = -1, py::arg("lane") = "compute",
-          py::arg("bytes") = 0, Release())
+          py::arg("bytes") = 0, NoGil())
       .def(
           "give", [](Backend& b, const Ticket& ticket, Address stream) { b.give(ticket, Stream(stream)); },
-          py::arg("ticket"), py::arg("stream") = 0, Release())
+          py::arg("ticket"), py::arg("stream") = 0, NoGil())
       .def(
           "give_failed",
           [](Backend& b, const Ticket& ticket, const std::string& why) {
             b.give_failed(ticket, std::make_exception_ptr(MachineError(why)));
           },
-          py::arg("ticket"), py::arg("why"), Release())
+          py::arg("ticket"), py::arg("why"), NoGil())
       .def(
           "wait",
           [](Backend& b, const std::vector<Ticket>& tickets, Address stream, std::int64_t op, const std::string& verb,
              std::int32_t unit,
              const std::string& lane) { b.wait(tickets, Stream(stream), make_label(op, lane, verb, unit)); },
           py::arg("tickets"), py::arg("stream") = 0, py::kw_only(), py::arg("op") = -1, py::arg("verb") = "forward",
-          py::arg("unit") = -1, py::arg("lane") = "compute", Release())
+          py::arg("unit") = -1, py::arg("lane") = "compute", NoGil())
       .def(
           "measure_link",
           [](Backend& b, Address own, Address peers, std::int64_t bytes, int link) {
-            return measure_link_gib_s(b, at(own), at(peers), Bytes{bytes}, link);
+            return measure_link_gib_s(b, pointer(own), pointer(peers), Bytes{bytes}, link);
           },
-          py::arg("own"), py::arg("peers"), py::arg("bytes"), py::arg("link"), Release())
-      .def("kernels_absent", &Backend::kernels_absent, Release())
-      .def("idle", &Backend::idle, Release())
-      .def("close", &Backend::close, Release())
+          py::arg("own"), py::arg("peers"), py::arg("bytes"), py::arg("link"), NoGil())
+      .def("kernels_absent", &Backend::kernels_absent, NoGil())
+      .def("idle", &Backend::idle, NoGil())
+      .def("close", &Backend::close, NoGil())
       .def(
           "stats",
           [](const Backend& backend, const std::string& lane) {
@@ -212,14 +212,14 @@ void bind_backend(py::module_& m) {
           py::arg("lane"))
       .def(
           "begin_counting", [](Backend& backend, std::int64_t first) { backend.begin_counting(OpId(first)); },
-          py::arg("first_op"), Release())
+          py::arg("first_op"), NoGil())
       .def(
           "counted",
           [](const Backend& backend, const std::string& lane) {
             return asked_stats([&, which = parse_lane(lane)] { return backend.counted(which); });
           },
           py::arg("lane"))
-      .def("set_trace", &Backend::set_trace, py::arg("trace").none(true), Release())
+      .def("set_trace", &Backend::set_trace, py::arg("trace").none(true), NoGil())
       .def_property_readonly("poisons", &Backend::poisons);
 
   py::class_<HostBackend, Backend, std::shared_ptr<HostBackend>>(m, "HostBackend");
@@ -234,7 +234,7 @@ void bind_device(py::module_& m) {
   m.attr("DEFAULT_STREAM") = Stream::of(nullptr).value();
   m.def("has_kernel_images", [] { return !kernel_images().empty(); });
   m.def("begin_own_thread", &begin_own_thread, py::arg("name"));
-  m.def("return_freed_memory", &return_freed_memory, Release());
+  m.def("return_freed_memory", &return_freed_memory, NoGil());
   m.def("make_host_backend", &make_host, py::arg("capacity"), py::arg("pace") = py::none());
   py::class_<cuda::Runtime, std::shared_ptr<cuda::Runtime>>(m, "CudaRuntime")
       .def(py::init([](const std::string& path) { return std::const_pointer_cast<cuda::Runtime>(open_cuda(path)); }),
@@ -246,7 +246,7 @@ void bind_device(py::module_& m) {
         py::arg("staging_piece") = CudaBackendOptions{}.staging_piece.count, py::arg("runtime") = py::none(),
         py::arg("copy_piece") = CudaBackendOptions{}.copy_piece.count);
   m.attr("STAGING_BYTES") = CudaBackendOptions{}.staging_bytes().count;
-  m.def("cuda_absent_reason", &cuda_absent_reason, py::arg("runtime") = py::none(), Release());
+  m.def("cuda_absent_reason", &cuda_absent_reason, py::arg("runtime") = py::none(), NoGil());
 }
 
 }  // namespace noria

@@ -10,6 +10,7 @@
 
 #include "base/errors.h"
 #include "base/words.h"
+#include "bindings/bind_words.h"
 #include "bindings/lane_stats.h"
 #include "bindings/orthogonalize.h"
 #include "optim/device_optimizer.h"
@@ -25,18 +26,11 @@ namespace py = pybind11;
 namespace noria {
 namespace {
 
-using Address = std::uintptr_t;
-using Release = py::call_guard<py::gil_scoped_release>;
 using ShortPiece = std::tuple<std::int64_t, std::int64_t, UpdateScalars>;
 using Piece = std::tuple<std::int64_t, std::int64_t, UpdateScalars, std::uint64_t, std::int64_t>;
 using Pieces = std::vector<std::variant<ShortPiece, Piece>>;
 /// How many matrices, rows and columns a parameter has, and the addresses of its moments by row and by column; 0: none.
 using Factored = std::tuple<std::int64_t, std::int64_t, std::int64_t, Address, Address>;
-
-template <class Element>
-Element* at(Address address) {
-  return reinterpret_cast<Element*>(address);
-}
 
 UpdateTask parse_task(const std::string& text) {
   if (text == "update") return UpdateTask::update;
@@ -45,9 +39,9 @@ UpdateTask parse_task(const std::string& text) {
 }
 
 MomentArray make_moment(const std::string& state, Address array, Address scales) {
-  if (state == "fp32") return {at<float>(array), nullptr, nullptr, nullptr};
-  if (state == "bf16") return {nullptr, at<std::uint16_t>(array), nullptr, nullptr};
-  if (state == "8bit") return {nullptr, nullptr, at<std::uint8_t>(array), at<float>(scales)};
+  if (state == "fp32") return {pointer<float>(array), nullptr, nullptr, nullptr};
+  if (state == "bf16") return {nullptr, pointer<std::uint16_t>(array), nullptr, nullptr};
+  if (state == "8bit") return {nullptr, nullptr, pointer<std::uint8_t>(array), pointer<float>(scales)};
   throw UsageError("a format of the state", "\"" + state + "\"", "use one of fp32, bf16, 8bit");
 }
 
@@ -75,24 +69,24 @@ UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArra
   job.rule = parse_update_rule(rule);
   if (job.rule == UpdateRule::muon) job.orthogonalize = orthogonalize_by_torch;
   job.arrays = arrays;
-  job.gradient = at<void>(gradient);
+  job.gradient = pointer<void>(gradient);
   for (const auto& piece : pieces) {
     job.pieces.push_back(std::visit([](const auto& each) { return make_piece(each); }, piece));
   }
   NORIA_INVARIANT(late_scales.empty() || late_scales.size() == pieces.size(), "late scales are by piece");
   for (std::size_t i = 0; i < late_scales.size(); ++i) {
-    job.pieces[i].late_scales = at<const float>(late_scales[i].first);
+    job.pieces[i].late_scales = pointer<const float>(late_scales[i].first);
     job.pieces[i].num_late_scales = late_scales[i].second;
   }
   NORIA_INVARIANT(gradients.empty() || gradients.size() == pieces.size(), "gradients that lie apart are by piece");
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     const std::int64_t before = job.pieces[i].offset * job.gradient_item_bytes();
-    job.pieces[i].gradient = at<const void>(gradients[i] - static_cast<Address>(before));
+    job.pieces[i].gradient = pointer<const void>(gradients[i] - static_cast<Address>(before));
   }
   NORIA_INVARIANT(factored.empty() || factored.size() == pieces.size(), "factored moments are by piece");
   for (std::size_t i = 0; i < factored.size(); ++i) {
     const auto& [num_matrices, num_rows, num_columns, by_row, by_column] = factored[i];
-    job.pieces[i].factored = {num_matrices, num_rows, num_columns, at<float>(by_row), at<float>(by_column)};
+    job.pieces[i].factored = {num_matrices, num_rows, num_columns, pointer<float>(by_row), pointer<float>(by_column)};
   }
   return job;
 }
@@ -149,7 +143,7 @@ void bind_kernels(py::module_& m) {
   py::class_<UnitArrays>(m, "UnitArrays")
       .def(py::init([](Address master, Address working, Address low, Address first, Address second,
                        const std::string& state, Address first_scales, Address second_scales) {
-             return UnitArrays{at<float>(master), at<std::uint16_t>(working), at<std::uint16_t>(low),
+             return UnitArrays{pointer<float>(master), pointer<std::uint16_t>(working), pointer<std::uint16_t>(low),
                                make_moment(state, first, first_scales), make_moment(state, second, second_scales)};
            }),
            py::kw_only(), py::arg("master") = 0, py::arg("working") = 0, py::arg("low") = 0, py::arg("m") = 0,
@@ -174,7 +168,7 @@ void bind_kernels(py::module_& m) {
             }
             return sums;
           },
-          py::arg("instruction_set") = "", Release())
+          py::arg("instruction_set") = "", NoGil())
       .def(
           "run",
           [](const UpdateJob& job, const std::string& instruction_set) {
@@ -193,11 +187,11 @@ void bind_kernels(py::module_& m) {
               update_elements(job, piece, piece.offset, piece.count, instruction_set);
             }
           },
-          py::arg("instruction_set") = "", Release())
+          py::arg("instruction_set") = "", NoGil())
       .def(
           "drafting",
           [](UpdateJob job, Address log, std::int64_t num_elements, std::int64_t num_blocks, std::int64_t num_slots) {
-            make_draft(job, undo_log_at(at<std::byte>(log), {num_elements, num_blocks, num_slots}));
+            make_draft(job, undo_log_at(pointer(log), {num_elements, num_blocks, num_slots}));
             return job;
           },
           py::arg("log"), py::arg("num_elements"), py::arg("num_blocks"), py::arg("num_slots"))
@@ -235,30 +229,33 @@ void bind_kernels(py::module_& m) {
   m.def(
       "encode_moment",
       [](Address values, Address codes, Address scales, std::size_t count, bool is_first) {
-        encode_moment(at<const float>(values), at<std::uint8_t>(codes), at<float>(scales), count, is_first);
+        encode_moment(pointer<const float>(values), pointer<std::uint8_t>(codes), pointer<float>(scales), count,
+                      is_first);
       },
       py::arg("values"), py::arg("codes"), py::arg("scales"), py::arg("count"), py::kw_only(), py::arg("is_first"),
-      Release());
+      NoGil());
   m.def(
       "decode_moment",
       [](Address codes, Address scales, Address values, std::size_t count, bool is_first) {
-        decode_moment(at<const std::uint8_t>(codes), at<const float>(scales), at<float>(values), count, is_first);
+        decode_moment(pointer<const std::uint8_t>(codes), pointer<const float>(scales), pointer<float>(values), count,
+                      is_first);
       },
       py::arg("codes"), py::arg("scales"), py::arg("values"), py::arg("count"), py::kw_only(), py::arg("is_first"),
-      Release());
+      NoGil());
 
   m.def(
       "split_master",
       [](Address master, Address high, Address low, std::size_t count) {
-        split_master(at<const float>(master), at<std::uint16_t>(high), at<std::uint16_t>(low), count);
+        split_master(pointer<const float>(master), pointer<std::uint16_t>(high), pointer<std::uint16_t>(low), count);
       },
-      py::arg("master"), py::arg("high"), py::arg("low"), py::arg("count"), Release());
+      py::arg("master"), py::arg("high"), py::arg("low"), py::arg("count"), NoGil());
   m.def(
       "join_master",
       [](Address high, Address low, Address master, std::size_t count) {
-        join_master(at<const std::uint16_t>(high), at<const std::uint16_t>(low), at<float>(master), count);
+        join_master(pointer<const std::uint16_t>(high), pointer<const std::uint16_t>(low), pointer<float>(master),
+                    count);
       },
-      py::arg("high"), py::arg("low"), py::arg("master"), py::arg("count"), Release());
+      py::arg("high"), py::arg("low"), py::arg("master"), py::arg("count"), NoGil());
 }
 
 }  // namespace
@@ -277,12 +274,12 @@ void bind_optim(py::module_& m) {
             return optimizer.submit(label, std::move(job), std::move(waits), priority);
           },
           py::arg("job"), py::arg("waits") = std::vector<Ticket>(), py::kw_only(), py::arg("priority") = 0,
-          py::arg("op") = -1, py::arg("unit") = -1, py::arg("verb") = "update", Release())
-      .def("recall", &HostOptimizer::recall, py::arg("ticket"), Release())
-      .def("idle", &HostOptimizer::idle, Release())
-      .def("close", &HostOptimizer::close, Release())
+          py::arg("op") = -1, py::arg("unit") = -1, py::arg("verb") = "update", NoGil())
+      .def("recall", &HostOptimizer::recall, py::arg("ticket"), NoGil())
+      .def("idle", &HostOptimizer::idle, NoGil())
+      .def("close", &HostOptimizer::close, NoGil())
       .def("stats", [](const HostOptimizer& optimizer) { return stats_dict(optimizer.stats()); })
-      .def("set_trace", &HostOptimizer::set_trace, py::arg("trace").none(true), Release())
+      .def("set_trace", &HostOptimizer::set_trace, py::arg("trace").none(true), NoGil())
       .def_property_readonly("num_threads", &HostOptimizer::num_threads);
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "bindings/bind_words.h"
 #include "plan/hazards.h"
 #include "plan/itinerary.h"
 #include "plan/planner.h"
@@ -20,7 +21,6 @@ namespace noria {
 namespace {
 
 using Ids = std::vector<std::int32_t>;
-using Release = py::call_guard<py::gil_scoped_release>;  // pure functions; with a large model they take milliseconds
 
 template <class Word>
 Word parse(const char* what, const std::string& text, const std::vector<std::pair<std::string, Word>>& words) {
@@ -234,7 +234,7 @@ void bind_planner(py::module_& m) {
       .def_property_readonly("exit", [](const PassPlan& p) { return pairs_of(p.exit); })
       .def_readonly("num_fetches", &PassPlan::num_fetches)
       .def_readonly("peak_units", &PassPlan::peak_units)
-      .def("to_text", &to_text, py::arg("buffers"), py::arg("unit_names"), Release());
+      .def("to_text", &to_text, py::arg("buffers"), py::arg("unit_names"), NoGil());
   bytes_property(plan, "fetched", &PassPlan::fetched);
   bytes_property(plan, "peak", &PassPlan::peak);
 
@@ -243,7 +243,7 @@ void bind_planner(py::module_& m) {
       [](const PlanRequest& request, const std::vector<UnitFacts>& units, BufferTable& buffers) {
         return plan_pass(request, UnitMap(units), buffers);
       },
-      py::arg("request"), py::arg("units"), py::arg("buffers"), Release());
+      py::arg("request"), py::arg("units"), py::arg("buffers"), NoGil());
   m.def(
       "smallest_budget",
       [](const std::vector<Visit>& visits, const std::vector<UnitFacts>& units) {
@@ -275,13 +275,13 @@ void bind_hazards(py::module_& m) {
       py::arg("wait"), py::arg("waiter"));
   m.def(
       "derive", [](const std::vector<Op>& ops, const BufferTable& buffers) { return derive(ops, buffers).waits; },
-      py::arg("ops"), py::arg("buffers"), Release());
+      py::arg("ops"), py::arg("buffers"), NoGil());
   m.def(
       "check",
       [](const std::vector<Op>& ops, std::vector<std::vector<std::int64_t>> waits, const BufferTable& buffers) {
         return check(ops, WaitList{std::move(waits)}, buffers);
       },
-      py::arg("ops"), py::arg("waits"), py::arg("buffers"), Release());
+      py::arg("ops"), py::arg("waits"), py::arg("buffers"), NoGil());
 }
 
 void bind_itinerary(py::module_& m) {

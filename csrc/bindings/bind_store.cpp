@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "bindings/bind_words.h"
 #include "bindings/home_use.h"
 #include "store/arena.h"
 #include "store/file_home.h"
@@ -31,7 +32,6 @@ void populate_arena(Arena& arena, const py::object& told, int num_threads, bool 
 
 void bind_lending(py::module_& m) {
   using Ms = std::chrono::milliseconds;
-  using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Lender>(m, "Lender")
       .def(py::init<int>(), py::arg("rank"))
       .def_property_readonly("address", &Lender::address)
@@ -43,15 +43,15 @@ void bind_lending(py::module_& m) {
             for (const auto& [borrower, offset, bytes] : loans) all.push_back({borrower, Bytes{offset}, Bytes{bytes}});
             self.lend(arena, all, Ms(timeout_ms));
           },
-          py::arg("arena"), py::arg("loans"), py::arg("timeout_ms"), Release())
+          py::arg("arena"), py::arg("loans"), py::arg("timeout_ms"), NoGil())
       .def(
           "ask_back", [](Lender& self, int borrower, std::int64_t left) { self.ask_back(borrower, Bytes{left}); },
-          py::arg("borrower"), py::arg("left"), Release())
+          py::arg("borrower"), py::arg("left"), NoGil())
       .def(
           "lent", [](const Lender& self, int borrower) { return self.lent(borrower).count; }, py::arg("borrower"),
-          Release())
-      .def("leave", &Lender::leave, Release())
-      .def("close", &Lender::close, Release());
+          NoGil())
+      .def("leave", &Lender::leave, NoGil())
+      .def("close", &Lender::close, NoGil());
 
   py::class_<Borrower>(m, "Borrower")
       .def(py::init([](int rank, int lender, const std::string& address, std::int64_t timeout_ms) {
@@ -65,14 +65,13 @@ void bind_lending(py::module_& m) {
             const Borrowed got = self.receive(Ms(timeout_ms));
             return std::make_tuple(got.arena, got.offset.count, got.bytes.count);
           },
-          py::arg("timeout_ms"), Release())
+          py::arg("timeout_ms"), NoGil())
       .def(
-          "allowed", [](const Borrower& self) { return self.allowed().count; }, Release())
+          "allowed", [](const Borrower& self) { return self.allowed().count; }, NoGil())
       .def(
-          "give_back", [](Borrower& self, std::int64_t left) { self.give_back(Bytes{left}); }, py::arg("left"),
-          Release())
-      .def("check", &Borrower::check, Release())
-      .def("close", &Borrower::close, Release());
+          "give_back", [](Borrower& self, std::int64_t left) { self.give_back(Bytes{left}); }, py::arg("left"), NoGil())
+      .def("check", &Borrower::check, NoGil())
+      .def("close", &Borrower::close, NoGil());
 }
 
 DoorKind parse_door(const std::string& door) {
@@ -95,7 +94,6 @@ FileStoreOptions file_options(const std::string& door, std::shared_ptr<Pace> pac
 }
 
 void bind_files(py::module_& m) {
-  using Release = py::call_guard<py::gil_scoped_release>;
   m.def("uring_absent_reason", &uring_absent_reason);
   py::class_<FileStore, std::shared_ptr<FileStore>>(m, "FileStore")
       .def(py::init([](const std::vector<std::string>& folders, const std::string& door, int depth, std::int64_t part,
@@ -114,13 +112,13 @@ void bind_files(py::module_& m) {
       .def(
           "add_mapped", [](FileStore& store, std::int64_t bytes) { return store.add_mapped(Bytes{bytes}); },
           py::arg("bytes"))
-      .def("reserve", &FileStore::reserve, Release())
+      .def("reserve", &FileStore::reserve, NoGil())
       .def(
           "map",
           [](FileStore& store, int record, const std::shared_ptr<Arena>& arena, std::int64_t offset) {
             store.map(record, arena, Bytes{offset});
           },
-          py::arg("record"), py::arg("arena"), py::arg("offset"), Release())
+          py::arg("record"), py::arg("arena"), py::arg("offset"), NoGil())
       .def(
           "take_in",
           [](FileStore& store, Arena& arena) {
@@ -133,25 +131,25 @@ void bind_files(py::module_& m) {
             }
             forget();
           },
-          py::arg("arena"), Release())
+          py::arg("arena"), NoGil())
       .def(
           "read", [](FileStore& store, int record, std::uintptr_t memory) { store.read(record, address(memory)); },
-          py::arg("record"), py::arg("memory"), Release())
+          py::arg("record"), py::arg("memory"), NoGil())
       .def(
           "write", [](FileStore& store, int record, std::uintptr_t memory) { store.write(record, address(memory)); },
-          py::arg("record"), py::arg("memory"), Release())
+          py::arg("record"), py::arg("memory"), NoGil())
       .def(
           "expect_memory",
           [](FileStore& store, std::uintptr_t memory, std::int64_t bytes) {
             store.expect_memory(address(memory), Bytes{bytes});
           },
-          py::arg("memory"), py::arg("bytes"), Release())
+          py::arg("memory"), py::arg("bytes"), NoGil())
       .def_property_readonly("file_bytes", [](const FileStore& store) { return store.file_bytes().count; })
       .def_property_readonly("door", &FileStore::door_name)
       .def_property_readonly("notes", &FileStore::notes);
   py::class_<SharedPages>(m, "SharedPages")
       .def(py::init([](std::int64_t bytes) { return std::make_unique<SharedPages>(Bytes{bytes}); }), py::arg("bytes"),
-           Release())
+           NoGil())
       .def_property_readonly("address",
                              [](const SharedPages& pages) { return reinterpret_cast<std::uintptr_t>(pages.data()); });
   py::class_<FileHome, std::shared_ptr<FileHome>>(m, "FileHome")
@@ -181,7 +179,6 @@ void bind_files(py::module_& m) {
 }  // namespace
 
 void bind_store(py::module_& m) {
-  using Release = py::call_guard<py::gil_scoped_release>;
 
   m.def("num_usable_cpus", &num_usable_cpus);
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
@@ -196,12 +193,12 @@ void bind_store(py::module_& m) {
           [](Arena& arena, std::shared_ptr<Backend> backend, const std::string& use) {
             return arena.register_with(std::move(backend), parse_home_use(use));
           },
-          py::arg("backend"), py::arg("use") = "device", Release())
-      .def("prefer_node", &Arena::prefer_node, py::arg("node"), Release())
+          py::arg("backend"), py::arg("use") = "device", NoGil())
+      .def("prefer_node", &Arena::prefer_node, py::arg("node"), NoGil())
       .def("populate", &populate_arena, py::arg("told") = py::none(), py::arg("num_threads") = 0,
            py::arg("ask_kernel") = true)
-      .def("allow_fork", &Arena::allow_fork, Release())
-      .def("close", &Arena::close, Release())
+      .def("allow_fork", &Arena::allow_fork, NoGil())
+      .def("close", &Arena::close, NoGil())
       .def_property_readonly("data", [](const Arena& arena) { return reinterpret_cast<std::uintptr_t>(arena.data()); })
       .def_property_readonly("bytes", [](const Arena& arena) { return arena.memory_bytes().count; })
       .def_property_readonly("mapped_bytes", [](const Arena& arena) { return arena.mapped_bytes().count; })

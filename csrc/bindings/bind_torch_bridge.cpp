@@ -71,7 +71,7 @@ UnitMap<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable&
     Bytes scales_start{id.value};
     unit.engine.scales = range(kScalesRegion, scales_start, Bytes{1}, Format::master, Purpose::gradient_scales);
     for (const ParameterSpec& each : spec.parameters) {
-      auto* const scales = reinterpret_cast<float*>(pointer(each.scales));
+      auto* const scales = pointer<float>(each.scales);
       unit.parameters.push_back({each.parameter, each.name, each.dtype, each.offset, each.gradient_offset, scales});
       if (each.gradient_offset >= 0) unit.engine.gradient_offsets.push_back(Bytes{each.gradient_offset});
     }
