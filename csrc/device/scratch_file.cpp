@@ -38,7 +38,7 @@ class Descriptor {
 };
 
 void refuse(const std::string& folder, const std::string& found) {
-  throw UsageError("a folder of your own for files=, that no other user can write to", "\"" + folder + "\": " + found,
+  throw UsageError("a folder of your own for files=, that not all users can write to", "\"" + folder + "\": " + found,
                    "name a folder that you have made with mkdir -m 700");
 }
 
