@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import tempfile
@@ -719,6 +720,54 @@ def test_a_disk_that_fails_is_told_and_a_load_mends_it(update, way, error, folde
     for each in (there, here):
         train(*each, 2, 4)
     assert_alike(there, here)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_after_a_read_ahead_that_failed_the_call_that_raised_is_repeated(number, folder):
+    there = wrapped(update="backward")
+    faults = _C.RandomFileFaults()
+    with on_machine(file_faults=faults):
+        here = wrapped(update="backward", files=folder)
+    for each in (there, here):
+        train(*each, 0, 2)
+    told = []
+
+    def repeated(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            told.append(str(error))
+            return call()
+
+    faults.fail_next("read", errno.EIO, number)  # the first reads of this backward are read ahead
+    for batch in range(2, 5):
+        repeated(lambda batch=batch: loss_of(here[0], batch).backward())
+        repeated(here[1].step)
+        here[1].zero_grad()
+    assert told and all(os.strerror(errno.EIO) in each for each in told), told
+    assert not wrapped_by(here[0]).context.engine.torn()
+    train(*there, 2, 5)
+    assert_alike(there, here)
+
+
+def test_a_disk_with_too_little_space_is_refused_before_anything_moves(folder):
+    model, optimizer = new()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    policy: dict[str, Any] = {"device": DEVICE, "window": 3, "kernel": "fused", "files": folder}
+    policy["host_memory"] = least_host_memory(**policy)
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+    try:
+        with pytest.raises(noria.UsageError, match="ulimit -f"):
+            noria.wrap(model, optimizer, **policy)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    assert_same_bits(before, dict(model.state_dict()))
+    run = noria.wrap(model, optimizer, **policy)
+    there = wrapped()
+    for each in (there, run):
+        train(*each, 0, 2)
+    assert_alike(there, run)
 
 
 def test_nothing_is_left_of_a_process_that_was_killed(folder):
