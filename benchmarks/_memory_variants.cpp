@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "optim/flush_denormals.h"
+#include "optim/prefetch.h"
 #include "optim/update_kernels.h"
 
 namespace noria {
@@ -244,7 +245,11 @@ class Bench {
       const void* gradient = at[kGradient];
       if constexpr (kKind == Kind::clipped) {
         const std::size_t place = block % variant.scaled;
-        if (place == 0) scale<Split>(gradient, clipped, variant.scaled * kStateBlock, 0.37f);
+        if (place == 0) {  // as optim/update.cpp
+          noria::prefetch(unit(at), 0, kStateBlock / 2);
+          noria::prefetch(as<u16>(at[kGradient]), variant.scaled * kStateBlock, kStateBlock);
+          scale<Split>(gradient, clipped, variant.scaled * kStateBlock, 0.37f);
+        }
         gradient = clipped + place * kStateBlock;
       }
       if (variant.ahead > 0 && block + variant.ahead < kBlocks) prefetch(at, variant.ahead);

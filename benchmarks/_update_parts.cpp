@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "optim/prefetch.h"
 #include "optim/update_kernels.h"
 
 namespace noria {

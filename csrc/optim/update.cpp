@@ -11,6 +11,7 @@
 #include "base/errors.h"
 #include "optim/flush_denormals.h"
 #include "optim/moment_codes.h"
+#include "optim/prefetch.h"
 #include "optim/scaled_gradient.h"
 
 namespace noria {
@@ -107,7 +108,7 @@ class Elements {
 
   void update(std::size_t begin, std::size_t end) const {
     while (begin < end) {
-      // While a gradient is scaled, nothing of the other arrays is read, and memory idles. So little is scaled at once.
+      // Little is scaled at once: the prefetches of `seen` cover a short loop.
       const std::size_t most = ScaledGradient::has_work(piece_.scalars) ? kStateBlock : end - begin;
       // A kernel counts in 32 bits.
       const std::size_t size = std::min({most, end - begin, before_carry(begin)});
@@ -158,7 +159,13 @@ class Elements {
   }
   /// Returns the gradient as the rule sees it.
   const void* seen(const UpdateScalars& scalars, std::size_t begin, std::size_t size, ScaledGradient& scaled) const {
-    return scaled.seen(kernels_, format_, job_.gradient_at(piece_, begin), size, scalars);
+    const std::byte* gradient = job_.gradient_at(piece_, begin);
+    if (ScaledGradient::has_work(scalars)) {
+      prefetch(arrays(begin), 0, kStateBlock / 2);
+      const auto item_bytes = static_cast<std::size_t>(job_.gradient_item_bytes());
+      prefetch(gradient, size * item_bytes, kStateBlock * item_bytes);
+    }
+    return scaled.seen(kernels_, format_, gradient, size, scalars);
   }
 
   const UpdateJob& job_;

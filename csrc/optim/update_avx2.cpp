@@ -1,4 +1,5 @@
 // Compiles the loops for AVX2 and FMA. The table is empty if the build does not target them.
+#include "optim/prefetch.h"
 #include "optim/update_kernels.h"
 
 #if defined(__x86_64__)

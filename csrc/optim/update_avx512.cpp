@@ -1,4 +1,5 @@
 // Compiles the loops for AVX-512 (x86-64-v4). The table is empty if the build does not target it.
+#include "optim/prefetch.h"
 #include "optim/update_kernels.h"
 
 #if defined(__x86_64__)

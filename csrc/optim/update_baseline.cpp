@@ -1,4 +1,5 @@
 // Compiles the loops for the instruction set that every machine of this architecture has.
+#include "optim/prefetch.h"
 #include "optim/update_kernels.h"
 
 #if defined(__x86_64__)

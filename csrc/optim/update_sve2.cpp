@@ -1,4 +1,5 @@
 // Compiles the loops for SVE2, of any width. The table is empty if the build does not target it.
+#include "optim/prefetch.h"
 #include "optim/update_kernels.h"
 
 namespace noria {

@@ -1,0 +1,39 @@
+// Asks memory for what a loop needs soon. Otherwise memory idles while a core computes on its first cache: when it
+// scales a gradient, or looks for exceptions.
+//
+// What is asked for may lie beyond the arrays: nothing is read. Where it helps, and how much: docs/kernels.md.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "optim/update_kernels.h"
+
+namespace noria {
+
+/// Asks for `count` elements of an array from element `at` on.
+template <class Element>
+[[gnu::always_inline]] inline void prefetch(const Element* array, std::size_t at, std::size_t count) {
+  constexpr std::size_t kLine = 64;
+  if (array == nullptr) return;
+  const auto first = reinterpret_cast<std::uintptr_t>(array) + at * sizeof(Element);
+  for (std::size_t byte = 0; byte < count * sizeof(Element); byte += kLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(first + byte));
+  }
+}
+
+[[gnu::always_inline]] inline void prefetch(const MomentArray& moment, std::size_t at, std::size_t count) {
+  prefetch(moment.fp32, at, count);
+  prefetch(moment.bf16, at, count);
+  prefetch(moment.codes, at, count);
+}
+
+[[gnu::always_inline]] inline void prefetch(const UnitArrays& arrays, std::size_t at, std::size_t count) {
+  prefetch(arrays.master, at, count);
+  prefetch(arrays.working, at, count);
+  prefetch(arrays.low, at, count);
+  prefetch(arrays.m, at, count);
+  prefetch(arrays.v, at, count);
+}
+
+}  // namespace noria
