@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 #include "optim/update_kernels.h"
 
@@ -16,10 +15,7 @@ template <class Element>
 [[gnu::always_inline]] inline void prefetch(const Element* array, std::size_t at, std::size_t count) {
   constexpr std::size_t kLine = 64;
   if (array == nullptr) return;
-  const auto first = reinterpret_cast<std::uintptr_t>(array) + at * sizeof(Element);
-  for (std::size_t byte = 0; byte < count * sizeof(Element); byte += kLine) {
-    __builtin_prefetch(reinterpret_cast<const void*>(first + byte));
-  }
+  for (std::size_t i = at; i < at + count; i += kLine / sizeof(Element)) __builtin_prefetch(array + i);
 }
 
 [[gnu::always_inline]] inline void prefetch(const MomentArray& moment, std::size_t at, std::size_t count) {
