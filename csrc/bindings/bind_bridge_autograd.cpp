@@ -80,7 +80,7 @@ void bind_gradients(py::module_& m) {
           "late_scales",
           [](const EngineGradients& self, int index) {
             const auto [memory, count] = self->gradients().late_scales(index);
-            return std::pair{reinterpret_cast<std::uintptr_t>(memory), count};
+            return std::pair{address_of(memory), count};
           },
           py::arg("index"), NoGil())
       .def("take_scales", of_views(&GradientViews::take_scales), py::arg("index"), NoGil())

@@ -94,7 +94,7 @@ void bind_updates(py::module_& m) {
           "updated_now",
           [](const EngineUpdates& self) {
             const StreamedUpdates::Now now = self.engine().updated_now();
-            return std::pair(now.piece, reinterpret_cast<std::uintptr_t>(now.memory));
+            return std::pair(now.piece, address_of(now.memory));
           },
           NoGil())
       .def(

@@ -171,7 +171,7 @@ void bind_rest(py::module_& m) {
       .def(
           "sum",
           [](const EngineRest& self, const std::vector<UpdateJob>& jobs, std::int64_t sums) {
-            self->rest().sum(jobs, reinterpret_cast<double*>(sums));
+            self->rest().sum(jobs, pointer<double>(sums));
           },
           py::arg("jobs"), py::arg("sums"), NoGil())
       .def(

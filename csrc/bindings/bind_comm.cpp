@@ -14,7 +14,6 @@
 namespace py = pybind11;
 
 namespace noria {
-namespace {}  // namespace
 
 void bind_comm(py::module_& m) {
   py::class_<Collectives, std::shared_ptr<Collectives>>(m, "Collectives")

@@ -27,8 +27,6 @@ namespace py = pybind11;
 namespace noria {
 namespace {
 
-Address address_of(const void* memory) { return reinterpret_cast<Address>(memory); }
-
 OpLabel make_label(std::int64_t op, const std::string& lane, const std::string& verb, std::int32_t unit) {
   return {OpId(op), parse_lane(lane), parse_verb(verb), UnitId(unit)};
 }

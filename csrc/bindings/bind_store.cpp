@@ -81,10 +81,6 @@ DoorKind parse_door(const std::string& door) {
   throw UsageError("a door to files", "\"" + door + "\"", "use auto, io_uring or threads");
 }
 
-std::byte* address(std::uintptr_t memory) {
-  return reinterpret_cast<std::byte*>(memory);  // NOLINT(performance-no-int-to-ptr)
-}
-
 FileStoreOptions file_options(const std::string& door, std::shared_ptr<Pace> pace, std::shared_ptr<FileFaults> faults) {
   FileStoreOptions options;
   options.door = parse_door(door);
@@ -133,15 +129,15 @@ void bind_files(py::module_& m) {
           },
           py::arg("arena"), NoGil())
       .def(
-          "read", [](FileStore& store, int record, std::uintptr_t memory) { store.read(record, address(memory)); },
+          "read", [](FileStore& store, int record, Address memory) { store.read(record, pointer(memory)); },
           py::arg("record"), py::arg("memory"), NoGil())
       .def(
-          "write", [](FileStore& store, int record, std::uintptr_t memory) { store.write(record, address(memory)); },
+          "write", [](FileStore& store, int record, Address memory) { store.write(record, pointer(memory)); },
           py::arg("record"), py::arg("memory"), NoGil())
       .def(
           "expect_memory",
-          [](FileStore& store, std::uintptr_t memory, std::int64_t bytes) {
-            store.expect_memory(address(memory), Bytes{bytes});
+          [](FileStore& store, Address memory, std::int64_t bytes) {
+            store.expect_memory(pointer(memory), Bytes{bytes});
           },
           py::arg("memory"), py::arg("bytes"), NoGil())
       .def_property_readonly("file_bytes", [](const FileStore& store) { return store.file_bytes().count; })
@@ -150,8 +146,7 @@ void bind_files(py::module_& m) {
   py::class_<SharedPages>(m, "SharedPages")
       .def(py::init([](std::int64_t bytes) { return std::make_unique<SharedPages>(Bytes{bytes}); }), py::arg("bytes"),
            NoGil())
-      .def_property_readonly("address",
-                             [](const SharedPages& pages) { return reinterpret_cast<std::uintptr_t>(pages.data()); });
+      .def_property_readonly("address", [](const SharedPages& pages) { return address_of(pages.data()); });
   py::class_<FileHome, std::shared_ptr<FileHome>>(m, "FileHome")
       .def(py::init([](const std::vector<std::string>& folders, const std::vector<std::int64_t>& sizes, int num_slots,
                        std::shared_ptr<Pace> pace, std::shared_ptr<FileFaults> faults, const std::string& door) {
@@ -199,7 +194,7 @@ void bind_store(py::module_& m) {
            py::arg("ask_kernel") = true)
       .def("allow_fork", &Arena::allow_fork, NoGil())
       .def("close", &Arena::close, NoGil())
-      .def_property_readonly("data", [](const Arena& arena) { return reinterpret_cast<std::uintptr_t>(arena.data()); })
+      .def_property_readonly("data", [](const Arena& arena) { return address_of(arena.data()); })
       .def_property_readonly("bytes", [](const Arena& arena) { return arena.memory_bytes().count; })
       .def_property_readonly("mapped_bytes", [](const Arena& arena) { return arena.mapped_bytes().count; })
       .def_property_readonly("registered", &Arena::registered);

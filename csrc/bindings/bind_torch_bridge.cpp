@@ -178,7 +178,7 @@ void bind_torch_bridge(py::module_& m) {
   m.def(
       "storage_of",
       [](const at::Tensor& tensor) {
-        return reinterpret_cast<std::uintptr_t>(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+        return address_of(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
       },
       py::arg("tensor"));
   m.def(

@@ -24,4 +24,6 @@ Element* pointer(Address address) {
   return reinterpret_cast<Element*>(address);
 }
 
+inline Address address_of(const void* memory) { return reinterpret_cast<Address>(memory); }
+
 }  // namespace noria
