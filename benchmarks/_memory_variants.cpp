@@ -274,7 +274,7 @@ class Bench {
 
   static void prefetch(const Pointers& at, std::size_t blocks) {
     for (std::size_t i = 0; i < kSlot; ++i) {  // which slots will be written is not known
-      for (std::size_t byte = 0; byte < kSizes[i]; byte += kLine) __builtin_prefetch(at[i] + blocks * kSizes[i] + byte);
+      noria::prefetch(at[i], blocks * kSizes[i], kSizes[i]);
     }
   }
 

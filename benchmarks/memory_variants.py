@@ -2,7 +2,7 @@
 
 AdamW's update, a clipped one and a draft on split masters, for each format of moments, on arrays that no cache holds:
 the loops of this machine's widest instruction set, 256 elements a call. Each variant changes one thing of the base,
-which is as in noria: an array for each stream, huge pages, plain stores, no prefetching by software.
+which is as in noria: an array for each stream, huge pages, plain stores, no prefetches but noria's own.
 
 - All streams are prefetched 1, 2, 4 or 8 calls ahead.
 - Pages have 4 KiB.

@@ -1,7 +1,7 @@
 // Asks memory for what a loop needs soon. Otherwise memory idles while a core computes on its first cache: when it
 // scales a gradient, or looks for exceptions.
 //
-// What is asked for may lie beyond the arrays: nothing is read. Where it helps, and how much: docs/kernels.md.
+// A prefetch reads nothing, so it may go beyond the end of an array. docs/kernels.md tells where it saves time.
 #pragma once
 
 #include <cstddef>
