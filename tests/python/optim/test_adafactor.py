@@ -1,6 +1,6 @@
 """Adafactor's fused update: as exact as torch's, the same bits in any instruction set and on any threads.
 
-noria and torch.optim.Adafactor run as many steps as in test_accuracy.py. The error of each is its distance from fp64.
+Kernel and torch.optim.Adafactor take the steps of test_accuracy.py. An error is the distance from a reference in fp64.
 noria's root mean square error must be at most torch's. Its largest error must be at most 1.5 times torch's largest.
 Seeded mistakes must not pass.
 """
