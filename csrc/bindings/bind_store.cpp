@@ -174,7 +174,6 @@ void bind_files(py::module_& m) {
 }  // namespace
 
 void bind_store(py::module_& m) {
-
   m.def("num_usable_cpus", &num_usable_cpus);
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init([](std::int64_t bytes, const std::vector<std::pair<std::int64_t, std::int64_t>>& elsewhere) {

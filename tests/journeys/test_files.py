@@ -750,7 +750,7 @@ def test_after_a_read_ahead_that_failed_the_call_that_raised_is_repeated(number,
     assert_alike(there, here)
 
 
-def test_a_disk_with_too_little_space_is_refused_before_anything_moves(folder):
+def test_a_limit_on_file_sizes_is_told_before_anything_moves(folder):
     model, optimizer = new()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     policy: dict[str, Any] = {"device": DEVICE, "window": 3, "kernel": "fused", "files": folder}
